@@ -166,7 +166,7 @@ PROCESSES: tuple[Process, ...] = (
         started="The agent (or torchrun's agent) at the endpoint of a job without a platform, "
         "before its first round.",
         ends="At the end of the lifeline pipe. It then tells the other nodes to stop, within "
-        f"{timing.END_NOTICE_S:g} s, and removes its folder.",
+        f"{timing.END_NOTICE_S:g} s, and removes its folder. It ignores SIGTERM and SIGINT.",
         killed=f"Its agent, after about {UNANSWERED_S:g} s without an answer, or "
         f"{timing.OWN_MASTER_END_S:g} s after the end of the lifeline pipe. In a job of one "
         "node: immediately when the agent ends.",

@@ -69,6 +69,8 @@ log = logging.getLogger("agent")
 
 LAST_REPORT_S = 1.0
 """Seconds that the last report, and the wait for the final assignment, may take."""
+UNWRITTEN_S = 5.0
+"""Seconds that the wait for the final assignment may take, if a state is not in storage yet."""
 SDK_SOCKET, SHARDS_SOCKET, PROBE_SOCKET = "sdk.sock", "shards.sock", "probe.sock"
 """Sockets for workers, in the agent's temporary folder."""
 REPORT_DELAY_S = 0.1
@@ -305,29 +307,29 @@ class Agent:
 
         The grace period is that of the final assignment, and begins when the agent was asked to
         end. The ``stay_until_stored`` field of this assignment decides whether the agent waits. The
-        assignment itself is awaited for ``LAST_REPORT_S``; without it, the method returns. It
-        returns immediately if the memory was never used.
+        assignment itself is awaited for ``LAST_REPORT_S``, or for ``UNWRITTEN_S``; without it, the
+        method returns. It returns immediately if the memory was never used. A warning says which
+        step was not stored.
         """
         if not self._saver.in_use:
             return
         loop = asyncio.get_running_loop()
         newest = self._core.assignment
         deadline_start = loop.time() if self._ending_since is None else self._ending_since
+        limit_s = LAST_REPORT_S if self._saver.unwritten_step() is None else UNWRITTEN_S
         self._master.urge()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LAST_REPORT_S):
+            async with asyncio.timeout(limit_s):
                 while newest is None or newest.directive is not Directive.STOP:
                     newest = await self._next_assignment()
-        if newest is None or not newest.stay_until_stored:
-            return
-        log.info(
-            "agent_waits_for_storage",
-            extra={"why": "the checkpoints in its memory are being written to storage"},
-        )
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(deadline_start + newest.stop_grace_s):
-                while newest is not None and newest.stay_until_stored:
-                    newest = await self._next_assignment()
+        if newest is not None and newest.stay_until_stored:
+            why = "the checkpoints in its memory are being written to storage"
+            log.info("agent_waits_for_storage", extra={"why": why})
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(deadline_start + newest.stop_grace_s):
+                    while newest is not None and newest.stay_until_stored:
+                        newest = await self._next_assignment()
+        self._saver.warn_of_unwritten()
 
     async def _tick(self) -> None:
         """Post a :class:`Tick` periodically until cancelled, at random times of ``tick_s`` at most.

@@ -150,15 +150,14 @@ class Settings:
     def token(self) -> str:
         """Read the job's token from its file; the read blocks while the disk hangs.
 
-        Anyone may be able to read the file: the user of a Pod's image is not known to who mounts
-        the Secret.
+        In a Pod all users may read it: the user of a Pod's image is not known to who mounts the
+        Secret. Elsewhere it must be closed to other users, as a key of ssh.
 
         Raises:
-            ConfigError: The file cannot be read, is larger than ``MAX_TOKEN_BYTES``, is empty, or
-                is not one line of printable ASCII characters.
+            ConfigError: The file cannot be used; see ``read_token``.
         """
         assert self.token_file is not None
-        return read_token(self.token_file, private=False)
+        return read_token(self.token_file, private="KUBERNETES_SERVICE_HOST" not in self.environ)
 
 
 @dataclass(frozen=True, slots=True)

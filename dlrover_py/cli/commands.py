@@ -492,8 +492,8 @@ def _print_local_jobs(
         )
     found = [(job.name, job.load_view()) for job in jobs]
     if as_json:
-        fields = ("namespace", "name", "phase", "status")
-        values = [("", name, p.phase, view.dump(p.status)) for name, p in found]
+        fields = ("namespace", "name", "phase", "reason", "status")
+        values = [("", name, p.phase, p.reason, view.dump(p.status)) for name, p in found]
         click.echo(json.dumps([dict(zip(fields, v, strict=True)) for v in values]))
         return
     click.echo(jobs[0].where if len(jobs) == 1 else "on this machine", err=True)
@@ -521,7 +521,8 @@ def describe(name: str | None, as_json: bool, target: Target) -> None:
     with selected_job(target, name, quiet=as_json) as job:
         job_view = job.load_view(with_pods=True)
         if as_json:
-            click.echo(json.dumps(job_view.document))
+            shown = {"name": job_view.name, "phase": job_view.phase, "reason": job_view.reason}
+            click.echo(json.dumps({**shown, **job_view.document}))
             return
         for part in view.description(job_view, width):
             console.print(part)

@@ -21,6 +21,7 @@ from dlrover_py.process.ownership import RUNTIME_HINT, STATE_HINT, NotOwnedError
 from dlrover_py.protocol import names
 from dlrover_py.protocol.documents import explain
 from dlrover_py.protocol.errors import ConfigError, UnreachableError
+from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.local import CallDone, History, Snapshot
 from dlrover_py.protocol.status import EvidenceManifest, JobPhase, JobStatus, date_time
 
@@ -402,7 +403,7 @@ class EndedJob:
                 status=None,
                 conditions=[],
                 events=[],
-                document={"status": None, "phase": KILLED, "reason": reason},
+                document=self._document(None),
                 notes=["the run was killed before it had a last status: no events are known"],
             )
         status = self._status()
@@ -414,8 +415,21 @@ class EndedJob:
             status=status,
             conditions=status.conditions,
             events=status.events,
-            document={"status": view.dump(status)},
+            document=self._document(status),
         )
+
+    def _document(self, status: JobStatus | None) -> dict[str, object]:
+        """Return the run with the keys of a running job's :class:`Snapshot`.
+
+        The job is None if its file is missing or damaged. What an ended job does not have is empty.
+        """
+        found: dict[str, object] = {"nodes": [], "hosts": [], "cluster_pid": 0, "master_pid": 0}
+        found |= dict.fromkeys(("master_addr", "health_addr", "token_file"), "")
+        found |= {"job": None, "status": view.dump(status), "log_dir": str(self._folder / "logs")}
+        with contextlib.suppress(FileNotFoundError, ConfigError):
+            job = runs.read_document(self._folder / names.JOB_FILE, ElasticJob)
+            found["job"] = job.model_dump(mode="json", by_alias=True)
+        return found
 
     def history(self) -> History:  # noqa: D102
         try:

@@ -311,6 +311,7 @@ class LocalCluster:
             paths.token.touch(mode=0o600)
             paths.token.write_text(secrets.token_urlsafe(24))
             cluster._listener, cluster._sockets, cluster._lifeline = _endpoints(paths.socket)
+            _keep_job(paths, job)
         except (OSError, DLRoverError) as error:
             if cluster._run_lock >= 0:  # the folder is this user's
                 _remove_unused(paths)
@@ -525,10 +526,7 @@ class LocalCluster:
                 (names.HISTORY_FILE, history.model_dump_json()),
                 (names.STATUS_FILE, status.model_dump_json(by_alias=True, indent=2)),
             ):
-                path = self.paths.state / name
-                fresh = path.with_suffix(".new")
-                fresh.write_text(text)
-                fresh.replace(path)
+                _write(self.paths.state / name, text)
 
     # --- Requests of users ---
 
@@ -536,6 +534,7 @@ class LocalCluster:
         """Replace the job's spec, and send it to the watchers. The master then acts on it."""
         self.job = job
         self._publish(WatchEvent(kind="job", job=job))
+        self._disk.post(functools.partial(_keep_job, self.paths, job))
 
     def add_hosts(self, count: int) -> list[str]:
         """Add simulated hosts for nodes; return their names.
@@ -1065,6 +1064,23 @@ def _run_lock(folder: Path) -> int:
         folder / names.RUN_LOCK
     )  # a file with this name is locked as long as its run lasts
     return lock
+
+
+def _keep_job(paths: JobPaths, job: ElasticJob) -> None:
+    """Write the job to the state folder, where it is found once it has ended; ignore errors."""
+    with contextlib.suppress(OSError):
+        _write(paths.state / names.JOB_FILE, job.model_dump_json(by_alias=True, indent=2))
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file of the state folder; a reader finds the old content or the new one.
+
+    Raises:
+        OSError: the disk refuses the file.
+    """
+    fresh = path.with_suffix(".new")
+    fresh.write_text(text)
+    fresh.replace(path)
 
 
 def _remove_unused(paths: JobPaths) -> None:

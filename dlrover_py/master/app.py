@@ -59,8 +59,9 @@ async def serve(
 ) -> None:
     """Run the master of one job until SIGTERM or SIGINT, or until its lifeline is closed.
 
-    Where nodes come by themselves, the job ends with its master. Elsewhere the next master goes on
-    with it. An end of the job that was not published yet is published at last, if 1 s suffices.
+    Where nodes come by themselves, the job ends with its master. A master with a lifeline ignores
+    signals there, so that a stray one does not end the job. Elsewhere the next master goes on with
+    the job. An end of the job that was not published yet is published at last, if 1 s suffices.
     Signal handlers, the signal mask, the limit of open files and the garbage collector of this
     process are changed, and not restored.
 
@@ -114,13 +115,14 @@ async def serve(
     health = server(pages.health, header_s=settings.header_s)
     stop = asyncio.Event()
     running = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        running.add_signal_handler(number, stop.set)
     if lifeline is not None:
-        # A batch system may send SIGUSR1 or SIGHUP to all processes of a job. The agents handle
-        # it, and need the master to store the newest step.
-        for number in set(SENT_TO_ALL) - {signal.SIGTERM, signal.SIGINT}:
+        # A batch system may send a signal to all processes of a job. The agents handle it, and need
+        # the master to store the newest step.
+        for number in SENT_TO_ALL:
             signal.signal(number, signal.SIG_IGN)
+    if lifeline is None or platform.can_create:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            running.add_signal_handler(number, stop.set)
     # The program that starts the master may block signals at that time, as elastic-run does.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     if lifeline is not None:

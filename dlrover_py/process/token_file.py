@@ -19,11 +19,12 @@ def read_token(path: Path, *, private: bool) -> str:
     Args:
         path: Path of the file.
         private: Whether the file must belong to this user or root, and be closed to others. It is
-            False where any user of a Pod may read its mounted Secret.
+            False in a Pod, where all users may read a mounted Secret.
 
     Raises:
-        ConfigError: The file cannot be read, or has no token of printable ASCII characters. With
-            ``private``, also if others may read it or its group may write to it.
+        ConfigError: The file cannot be read, or has no token of printable ASCII characters. Others
+            may write to it. With ``private``, also if others may read it, its group may write to
+            it, or it belongs to another user.
     """
     try:
         with open(path, "rb", 0, opener=lambda name, _: open_regular(name)) as file:
@@ -45,14 +46,16 @@ def read_token(path: Path, *, private: bool) -> str:
         raise ConfigError(
             f"token file {path}: expected at least {MIN_TOKEN_CHARS} characters, found {len(token)}"
         )
+    if found.st_mode & 0o002:
+        raise ConfigError(f"token file {path}: others may write to it; expected mode 0600")
     if private:
         _check_private(path, found)
     return token
 
 
 def _check_private(path: Path, found: os.stat_result) -> None:
-    """Raise ConfigError if others may read a token file, or may have written it."""
-    if found.st_mode & 0o007:
+    """Raise ConfigError if others may read a token file, or another user may have written it."""
+    if found.st_mode & 0o005:
         raise ConfigError(f"token file {path}: others may read it; expected mode 0600")
     if found.st_mode & 0o020:  # a mounted Secret has mode 0440 and belongs to root: it passes
         raise ConfigError(f"token file {path}: its group may write to it; expected mode 0600")

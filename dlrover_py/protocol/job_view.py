@@ -50,7 +50,7 @@ class JobView:
     conditions: Sequence[Condition]
     """The master's conditions, and in a cluster also the operator's."""
     events: Sequence[JobEvent]
-    document: object
+    document: Mapping[str, object]
     """Everything, for ``--json``."""
     pods: Mapping[str, str] = field(default_factory=dict)
     """In a cluster: a description of each node's Pod."""

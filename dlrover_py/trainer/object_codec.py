@@ -24,7 +24,11 @@ from dlrover_py.trainer.torch_compat import reason_of_unpickler
 _PACKED = "dlrover.packed."
 """Prefix of the first item of a tuple that replaces a value which ``weights_only=True`` refuses."""
 _NPY, _BYTES_IO, _DEFAULTS = (f"{_PACKED}{name}" for name in ("npy", "BytesIO", "defaultdict"))
-"""First items of such tuples: arrays and scalars of NumPy, ``BytesIO``, ``defaultdict``."""
+"""First items of such tuples: arrays of NumPy, ``BytesIO``, ``defaultdict``."""
+_SCALAR = f"{_PACKED}scalar"
+"""First item of the tuple that replaces a scalar of NumPy: its dtype and its bytes follow."""
+_NUMBERS = "biufcmM"
+"""Kinds of dtypes of NumPy's numbers and times. None of them has a pointer."""
 _EMPTY = f"{_PACKED}bytes"
 """First item of the tuple that replaces empty bytes."""
 _INT = f"{_PACKED}int"
@@ -33,7 +37,7 @@ _INT_BITS = 2032
 """Bits of the largest int of which ``torch.load`` is sure to read the pickle."""
 _LONG4 = b"\x8b"
 """The opcode of pickle for larger ints. ``torch.load`` refuses it with ``weights_only=True``."""
-_FORMS = frozenset({_NPY, _BYTES_IO, _DEFAULTS, _EMPTY, _INT})
+_FORMS = frozenset({_NPY, _SCALAR, _BYTES_IO, _DEFAULTS, _EMPTY, _INT})
 FACTORIES = {kind.__name__: kind for kind in (bool, bytes, dict, float, int, list, set, str, tuple)}
 """Default factories that a ``defaultdict`` may have, by name."""
 PLAIN_TENSORS = frozenset({torch.Tensor, nn.Parameter, nn.Buffer})
@@ -177,9 +181,10 @@ def first_line(error: Exception) -> str:
 def _packed(value: Any) -> Any:
     """Return a value in types that ``torch.load`` reads with ``weights_only=True``.
 
-    Scalars of NumPy become those of Python. Arrays of NumPy, and scalars such as ``datetime64``,
-    become the bytes of an ``.npy`` file
-    (https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html). A ``BytesIO`` becomes
+    A scalar of NumPy becomes its dtype and its bytes in hexadecimal digits: a list may have
+    thousands of them. Arrays of NumPy, and structured scalars, become the bytes of an ``.npy`` file
+    (https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html). A scalar of another
+    package, such as bfloat16 of ml_dtypes, becomes a number of Python. A ``BytesIO`` becomes
     its bytes, and a very large int its digits. A ``defaultdict`` becomes its items and the name of
     its factory. Each of these, and empty bytes, is put into a tuple whose first item names the
     form. The items of plain containers are converted in the same way. All other values are returned
@@ -191,10 +196,15 @@ def _packed(value: Any) -> Any:
     numpy = sys.modules.get("numpy")
     kind = type(value)
     if numpy is not None and isinstance(value, numpy.generic):
-        number = value.item()
-        if type(number) in SAFE or type(number) is complex:
-            return _packed(number)
-        return (_NPY, _npy(numpy.asarray(value)), True)  # a datetime64, a longdouble
+        if kind is numpy.str_:
+            return (_SCALAR, "U", str.__str__(value))
+        if kind is numpy.bytes_:
+            return (_SCALAR, "S", bytes(value).hex())
+        if value.dtype.kind in _NUMBERS:
+            return (_SCALAR, value.dtype.str, value.tobytes().hex())
+        if kind is numpy.void:
+            return (_NPY, _npy(numpy.asarray(value)), True)
+        return _packed(value.item())
     if numpy is not None and kind is numpy.ndarray:
         return (_NPY, _npy(value), False)
     if kind is bytes:  # torch.load reads all bytes except b""
@@ -225,6 +235,8 @@ def _unpacked(value: Any) -> Any:
             return b""
         if form == _INT:
             return int(data, 16)
+        if form == _SCALAR:
+            return _scalar(data, more)
         if form == _DEFAULTS:
             items = {_unpacked(name): _unpacked(item) for name, item in more.items()}
             return defaultdict(None if data is None else FACTORIES[data], items)
@@ -240,6 +252,29 @@ def _unpacked(value: Any) -> Any:
         return kind((_unpacked(name), _unpacked(item)) for name, item in value.items())
     if kind in (list, tuple, set):
         return kind(map(_unpacked, value))
+    return value
+
+
+def _scalar(form: str, data: str) -> Any:
+    """Return a scalar of NumPy.
+
+    Args:
+        form: its dtype; ``U`` for a text, ``S`` for bytes.
+        data: its bytes in hexadecimal digits, or the text.
+
+    Raises:
+        TypeError: the dtype is unknown, or cannot be that of a scalar here.
+        ValueError: the number of bytes is not that of the dtype.
+    """
+    import numpy
+
+    if form == "U":
+        return numpy.str_(data)
+    if form == "S":
+        return numpy.bytes_(bytes.fromhex(data))
+    if (dtype := numpy.dtype(form)).kind not in _NUMBERS:
+        raise TypeError(f"a scalar of dtype {form}: expected one of a kind in {_NUMBERS}")
+    (value,) = numpy.frombuffer(bytes.fromhex(data), dtype)
     return value
 
 

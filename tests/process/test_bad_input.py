@@ -385,6 +385,7 @@ def test_what_elastic_run_cannot_use_is_said_and_nothing_is_started(place: Place
     binary = {"DLROVER_TOKEN_FILE": str(place.folder / "binary")}
     (place.folder / "binary").write_bytes(b"\xff\xfe")
     good = member | {"DLROVER_TOKEN_FILE": str(place.folder / "good")}
+    (place.folder / "good").touch(mode=0o600)
     (place.folder / "good").write_text("0123456789abcdef")
     long = "9" * 5000
     nowhere = ["--rdzv-backend=c10d", "--rdzv-endpoint=no.such.host.invalid"]
@@ -557,6 +558,7 @@ def test_what_the_machine_lacks_is_said_in_one_line(
 def test_a_master_that_cannot_be_reached_at_the_start(place: Place, silent: bool) -> None:
     place.script("print('started')")
     token = place.folder / "token"
+    token.touch(mode=0o600)
     token.write_text("x" * 20)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}" if silent else "127.0.0.1:1"
@@ -635,6 +637,7 @@ def test_strangers_are_turned_away_from_a_job_that_goes_on(place: Place) -> None
         # An agent with another token, and one that the job has not asked for.
         snapshot = run.snapshot()
         wrong = place.folder / "wrong-token"
+        wrong.touch(mode=0o600)
         wrong.write_text("a-token-of-another-job")
         env = {"DLROVER_MASTER_ADDR": snapshot.master_addr, "DLROVER_NODE_ID": "n7"}
         strangers = [

@@ -239,7 +239,10 @@ def test_what_is_printed_for_scripts_has_one_form_but_for_the_object_of_kubernet
         assert "replicaSpecs" in object_of_kubernetes["spec"]
         run.stop()
         told |= {
-            "ended": run.cli("job", "describe", "--json"),
+            f"{verb} of an ended job": run.cli("job", verb, "--json", *name)
+            for verb, name in (("list", ()), ("get", ("job",)), ("describe", ()))
+        }
+        told |= {
             "run": "".join(
                 line
                 for line in run.output
@@ -250,6 +253,12 @@ def test_what_is_printed_for_scripts_has_one_form_but_for_the_object_of_kubernet
         found = [json.loads(line) for line in text.splitlines()]
         assert len(jsonform.keys(found)) > 5, verb
         assert jsonform.faults(found) == set(), verb
+    for verb in ("list", "get", "describe"):
+        runs, ended = (json.loads(told[name]) for name in (verb, f"{verb} of an ended job"))
+        rows = ([runs], [ended]) if verb == "describe" else (runs, ended)
+        assert set(rows[0][0]) == set(rows[1][0]), verb
+    ended = json.loads(told["describe of an ended job"])
+    assert ended["job"]["spec"] == object_of_kubernetes["spec"]
     assert "started_at" in jsonform.keys(json.loads(told["describe"]))
     assert "at" in jsonform.keys(json.loads(told["why"]))
 

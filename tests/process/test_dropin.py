@@ -655,7 +655,21 @@ def test_nothing_of_dlrovers_is_imported_from_the_working_directory(
     assert done.stdout == "True\n"
 
 
-@pytest.mark.parametrize("name", ["USR1", "HUP"])
+def test_a_signal_to_the_own_master_alone_does_not_end_the_job(place: Place) -> None:
+    script = place.script(PROGRAMS / "wait_for_go.py")
+    run = place.popen("elastic-run", "--max-restarts=1", str(script))
+    worker = place.folder / "pid0"
+    eventually(worker.exists, "a worker")
+    (master,) = [pid for pid, line in carrying(place.mark).items() if "dlrover_py.master" in line]
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(master, number)
+    os.kill(int(worker.read_text()), signal.SIGKILL)  # it takes the master to form another round
+    eventually(lambda: (place.folder / "runs").read_text() == "xx", "another round")
+    (place.folder / "go").touch()
+    assert run.wait(60) == 0
+
+
+@pytest.mark.parametrize("name", ["USR1", "HUP", "TERM"])
 def test_a_signal_to_all_processes_of_a_batch_job_stores_the_newest_step(
     place: Place, name: str
 ) -> None:
@@ -678,6 +692,25 @@ def test_a_signal_to_all_processes_of_a_batch_job_stores_the_newest_step(
     complete = max([7, *(step for step in set(steps) if steps.count(step) == 2)]) - 1
     assert stored, out
     assert stored[-1].step >= complete, out
+
+
+@pytest.mark.parametrize("grace_s", ["60", "0.1"], ids=["waited", "told"])
+def test_a_signal_before_anything_can_be_stored(place: Place, grace_s: str) -> None:
+    """The process that writes to storage has to import torch, and begins at the first save."""
+    script = place.script(PROGRAMS / "save_until_stopped.py")
+    run = place.popen(
+        *("elastic-run", "--standalone", str(script)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={"DLROVER_MASTER_DRAIN_GRACE_S": grace_s},
+    )
+    assert run.stdout is not None
+    assert run.stdout.readline() == "step 1\n"
+    run.send_signal(signal.SIGTERM)
+    _, err = run.communicate(timeout=150)
+    stored = CheckpointDirectory(place.folder / "store").checkpoints()
+    assert bool(stored) is (grace_s == "60"), err
+    assert ("checkpoint_not_stored" in err) is (grace_s != "60"), err
 
 
 def test_the_id_of_an_endpoints_job_is_in_no_file_beside_its_checkpoints(place: Place) -> None:

@@ -524,6 +524,27 @@ def test_who_never_looks_is_not_waited_for_for_long() -> None:
     assert not desk.core.holds(N1)
 
 
+def test_the_first_checkpoint_of_all_is_stored_though_it_came_after_the_request() -> None:
+    desk = Desk(N0, N1)
+    wish(desk, N0, N1)
+    assert desk.core.holds(N1), "it may be about to make one"
+    for rank, node in enumerate((N0, N1)):
+        desk.say(node, memory=[held(1, rank)], stores=True, memory_round=2)
+    assert {o.step for o in desk.orders().values()} == {1}
+    assert desk.core.holds(N1)
+
+
+def test_a_node_that_has_made_no_checkpoint_may_go_when_its_workers_have_ended() -> None:
+    desk = Desk(N0, N1)
+    wish(desk, N0, N1)
+    desk.reassigned.clear()
+    desk.say(N1, memory_round=2)
+    assert not desk.core.holds(N1)
+    assert N1 in desk.reassigned
+    desk.say(N0, memory_round=2)
+    assert not desk.core.holds(N0)
+
+
 def test_without_a_storage_nobody_stays() -> None:
     desk = sharded(5)
     wish(desk, N0, N1)

@@ -38,15 +38,15 @@ def load(state: dict[str, Any], arena: Path) -> None:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Whether two values are the same, of the same types; NumPy's numbers are Python's."""
-    one, other = (v.item() if isinstance(v, np.generic) else v for v in (one, other))
+    """Whether two values are the same, of the same types."""
     if type(one) is not type(other) and not (isinstance(one, dict) and type(other) is dict):
         return False  # (a dict stays of the type that it has here)
     if isinstance(one, torch.Tensor):
         alike = (one.dtype, one.shape) == (other.dtype, other.shape)
         return alike and bool(torch.equal(one, other))
-    if isinstance(one, np.ndarray):
-        return one.dtype == other.dtype and np.array_equal(one, other)
+    if isinstance(one, np.ndarray | np.generic):
+        alike = (one.dtype, one.shape) == (other.dtype, other.shape)
+        return alike and one.tobytes() == other.tobytes()
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(equal(one[k], other[k]) for k in one)
     if isinstance(one, list | tuple):
@@ -77,11 +77,17 @@ arrays = st.builds(
     st.sampled_from(["float32", "int64", "bool", "<U3", "datetime64[s]"]),
     st.integers(0, 9),
 )
+scalars = st.builds(
+    lambda dtype, number: np.asarray(number).astype(dtype)[()],
+    st.sampled_from(["bool", "int8", "int64", "uint16", "float16", "float32", "float64"])
+    | st.sampled_from(["longdouble", "complex64", "timedelta64[s]", "<U3", "S2"])
+    | st.sampled_from(["datetime64[ns]", "datetime64[D]"]),
+    st.integers(0, 99),
+)
 leaves = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.binary()
-    | st.sampled_from([np.float32(0.5), np.int64(3), np.bool_(True), np.float64(2.5)])
-    | st.sampled_from([np.bytes_(b""), 2**2048])
-    | tensors | arrays
+    | st.sampled_from([np.bytes_(b""), np.float32("nan"), np.datetime64("NaT"), 2**2048])
+    | tensors | arrays | scalars
 )  # fmt: skip
 names = st.sampled_from(["a", "b", "c.d", 0, 1, 7, -1, 0.5, (1, 2)])
 

@@ -19,6 +19,7 @@ from dlrover_py.cli.settings import Settings
 from dlrover_py.localcluster.cluster import _tail
 from dlrover_py.protocol import names
 from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.local import Snapshot
 from tests.unit.test_output import status
 
 NOW = 1000.0
@@ -192,7 +193,9 @@ def test_a_run_that_was_killed_is_shown_and_not_an_older_one(
                 assert "Running" not in said.rpartition("</style>")[2], command
         for argv in (["events"], ["events", "--json"], ["why", "--json"]):
             assert "the run was killed before it had a last status" in call(*argv, *name)
-        assert json.loads(call("describe", "--json", *name))["phase"] == "Killed"
+        described = json.loads(call("describe", "--json", *name))
+        assert described["phase"] == "Killed"
+        assert described.keys() == {"name", "phase", "reason", *Snapshot.model_fields}
     assert str(folder / "logs") in call("describe", "ghost")
     assert json.loads(call("get", "--json", "ghost"))[0]["phase"] == "Killed"
 

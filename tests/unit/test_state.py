@@ -1,6 +1,7 @@
 """A user's state, flat: keys as torch has them, and what may be copied late."""
 
 import copy
+import io
 import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
@@ -367,7 +368,7 @@ HUGE = 2**2048
 )  # fmt: skip
 def test_values_that_torch_load_does_not_read_by_itself_come_back(value: Any) -> None:
     found = decode_object(encode_object("k", value))
-    assert type(found) is (bytes if isinstance(value, np.bytes_) else type(value))
+    assert type(found) is type(value)
     assert found == value
 
 
@@ -413,11 +414,50 @@ def test_what_takes_long_to_encode_is_told() -> None:
     assert flat.notes[0].startswith("perm took 0.")
 
 
-def test_a_number_of_numpys_is_a_number() -> None:
-    numpy = pytest.importorskip("numpy")
-    numbers = [numpy.float32(0.5), numpy.int64(3), numpy.bool_(True)]
-    found = decode_object(encode_object("x", {"all": (numbers,), numbers[1]: numbers[0]}))
-    assert repr(found) == "{'all': ([0.5, 3, True],), 3: 0.5}"
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(np.float32(0.1), np.float64(0.1), np.float16(2), np.longdouble("0.1"), np.int64(3)),
+        *(np.uint8(255), np.bool_(True), np.complex64(1 + 2j), np.datetime64("NaT")),
+        *(np.datetime64("2026-11-27", "ns"), np.timedelta64(3, "s"), np.str_(""), np.str_("ü")),
+        *(np.bytes_(b""), np.bytes_(b"a\0"), np.array([(1, 0.5)], "i4,f4")[0]),
+    ],
+    ids=lambda value: f"{type(value).__name__}-{value}",
+)
+def test_a_scalar_of_numpys_keeps_its_type(value: Any) -> None:
+    saved: dict[str, Any] = {"list": [value], "tuple": (value,)}
+    if not isinstance(value, np.void):  # it has no hash
+        saved |= {"set": {value}, "name": {value: None}}
+    found: Any = decode_object(encode_object("x", saved))
+    assert repr(found) == repr(saved)
+    for (one,) in found.values():
+        assert (type(one), one.dtype) == (type(value), value.dtype)
+
+
+def test_a_scalar_of_another_package_is_a_number() -> None:
+    """NumPy alone could not read its dtype back."""
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    assert repr(decode_object(encode_object("x", [ml_dtypes.bfloat16(0.5)]))) == "[0.5]"
+
+
+def test_numbers_that_older_versions_have_written_are_those_of_python() -> None:
+    file = io.BytesIO()
+    np.lib.format.write_array(file, np.asarray(np.datetime64("2026")), allow_pickle=False)
+    data = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+    packed = ("dlrover.packed.npy", data, True)
+    written = io.BytesIO()
+    torch.save([0.5, packed], written)
+    assert repr(decode_object(written.getvalue())) == repr([0.5, np.datetime64("2026")])
+
+
+@pytest.mark.parametrize(
+    ("form", "data"), [("O", "00" * 8), ("i4,O", "00"), ("<f4", "00"), ("<f4", "00" * 8)]
+)
+def test_a_scalar_that_no_save_has_written_is_an_error(form: str, data: str) -> None:
+    file = io.BytesIO()
+    torch.save(("dlrover.packed.scalar", form, data), file)
+    with pytest.raises((TypeError, ValueError)):
+        decode_object(file.getvalue())
 
 
 def test_a_container_may_hold_itself() -> None:

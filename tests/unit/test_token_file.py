@@ -35,10 +35,32 @@ def test_what_the_master_does_not_take_as_a_token_no_agent_sends(
 
 
 def test_an_agent_reads_a_secret_that_is_mounted_for_all_users_of_its_pod(tmp_path: Path) -> None:
+    """The kubelet's mounts have two links before the file."""
+    (tmp_path / "..2026").mkdir()
+    (tmp_path / "..data").symlink_to("..2026")
     path = tmp_path / "token"
+    path.symlink_to("..data/token")
     path.write_text(f"{TOKEN}\n")
-    path.chmod(0o444)
+    pod = Settings(token_file=path, environ={"KUBERNETES_SERVICE_HOST": "10.0.0.1"})
+    for mode in (0o444, 0o644, 0o440, 0o640):  # the last two with fsGroup
+        path.chmod(mode)
+        assert pod.token() == TOKEN
+    path.chmod(0o646)
+    with pytest.raises(ConfigError, match="others may write to it"):
+        pod.token()
+
+
+@pytest.mark.parametrize("mode", [0o666, 0o644, 0o622, 0o660])
+def test_an_agent_on_a_machine_of_several_users_refuses_an_open_file(
+    tmp_path: Path, mode: int
+) -> None:
+    path = tmp_path / "token"
+    path.write_text(TOKEN)
+    path.chmod(0o600)
     assert Settings(token_file=path).token() == TOKEN
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match="expected mode 0600"):
+        Settings(token_file=path).token()
 
 
 @pytest.mark.parametrize(
@@ -46,7 +68,7 @@ def test_an_agent_reads_a_secret_that_is_mounted_for_all_users_of_its_pod(tmp_pa
     [
         ("abc", 0o600, "expected at least 16 characters"),
         (TOKEN, 0o644, "others may read it; expected mode 0600"),
-        (TOKEN, 0o602, "others may read it; expected mode 0600"),
+        (TOKEN, 0o602, "others may write to it; expected mode 0600"),
         (TOKEN, 0o660, "its group may write to it; expected mode 0600"),
         (None, 0, "No such file"),
     ],

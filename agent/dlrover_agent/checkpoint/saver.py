@@ -153,6 +153,8 @@ class Saver:
         self._stored: StoredCheckpoint | None = None
         self._request: PersistRequest | None = None
         self._granted = False
+        self._written_step = -1
+        """Newest step of which this node has written its part to storage; -1 if there is none."""
         self._policy: CheckpointSpec | None = None
         """``checkpoint:`` in the job's spec; None if it has none."""
         self._policy_text = ""
@@ -249,6 +251,25 @@ class Saver:
             self._read_error = f"the checkpoint memory cannot be read: {reason}"
         self.in_use |= bool(self._memory)
         return self._memory
+
+    def unwritten_step(self) -> int | None:
+        """Return the newest step in memory, if this node has not written its part to storage.
+
+        None: it has, its own workers have no checkpoint in memory, or no directory is known.
+        """
+        own = [one.step for one in self.memory() if not one.replica]
+        stored = self._stored.step if self._stored is not None else -1
+        newest = own[0] if own and self._dir else -1
+        return newest if newest > max(stored, self._written_step) else None
+
+    def warn_of_unwritten(self) -> None:
+        """Log a warning if the newest step in memory is lost with this agent, which ends."""
+        if (step := self.unwritten_step()) is not None:
+            progress = self._progress
+            failed = progress is not None and progress.phase is PersistPhase.FAILED
+            why = progress.why if progress is not None and failed else self._persister.trouble
+            fields = {"step": step, "why": why or "the grace period was over, or no master answers"}
+            log.warning("checkpoint_not_stored", extra=fields)
 
     # --- Events of workers and the master ---
 
@@ -433,6 +454,8 @@ class Saver:
         request = self._request
         if answer.attempt and request is not None and answer.attempt == request.attempt:
             self._progress = answer
+            if answer.phase is PersistPhase.DONE:
+                self._written_step = max(self._written_step, request.step)
             failed = answer.phase is PersistPhase.FAILED
             fields: dict[str, object] = {"step": request.step, "phase": answer.phase.value}
             fields["took_s"] = round(answer.seconds, 3)

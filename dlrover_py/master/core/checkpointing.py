@@ -57,8 +57,8 @@ class Checkpointing:
 
         The write begins in a later :meth:`decide`, when the workers of the round have ended or half
         of the time is over. Nodes that have to end stay until the write is done. The request is
-        ignored if the job has ended, there is no round, no storage is known, or memory has no
-        checkpoint. A second request for the same round only extends the first one.
+        ignored if the job has ended, there is no round, or checkpoints are known to be in memory
+        only. A second request for the same round only extends the first one.
 
         Args:
             why: The reason, in words.

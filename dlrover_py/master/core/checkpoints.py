@@ -237,13 +237,13 @@ class Checkpoints:
         known.boot = report.boot_id
         if report.memory != known.memory:
             self._remember(node, known, report.memory)
-        if report.memory_round != known.memory_round:
-            known.memory_round = report.memory_round
-            self._workers_ended(node, known.memory_round)
         if (report.offer.addr, report.transfer_port) != (known.addr, known.transfer_port):
             known.addr, known.transfer_port = report.offer.addr, report.transfer_port
             if holder := self._replica_holder.get(node):
                 self._outcome.reassign.add(holder)
+        if report.memory_round != known.memory_round:
+            known.memory_round = report.memory_round
+            self._workers_ended(node, known.memory_round)
         if report.checkpoint_error:
             self._node_errors[node] = report.checkpoint_error
         elif self._node_errors:
@@ -311,9 +311,10 @@ class Checkpoints:
     ) -> None:
         """Request to store the newest complete checkpoint once the round's workers have ended.
 
-        If they have not ended after half of the time, the write begins anyway. The request is
-        ignored if no storage is known or memory has no checkpoint. A second request for the same
-        round only extends the first one, and a request for another round replaces it.
+        If they have not ended after half of the time, the write begins anyway. They may still make
+        the first checkpoint of all. So the request is ignored only if memory has a checkpoint and
+        no storage is known. A second request for the same round only extends the first one, and a
+        request for another round replaces it.
 
         Args:
             why: The reason, in words.
@@ -323,7 +324,7 @@ class Checkpoints:
             until: Monotonic time at which the request ends without success.
             stay: Whether nodes that have to end wait for the write.
         """
-        if not (self.storable and self.memory.checkpoints):
+        if self.memory.checkpoints and not self.storable:
             return
         old = self._flush
         if old is not None and old.round == round_number:
@@ -412,13 +413,16 @@ class Checkpoints:
         """Return whether a node that has to end should stay, because its memory is being stored.
 
         A node should also stay while it has a checkpoint in memory and a request is open to store
-        what may be lost. That applies only to requests for which nodes stay.
+        what may be lost, or while its workers may still make one. That applies only to requests for
+        which nodes stay.
         """
         run = self._run
         if run is not None and node in run.ranks and node not in run.done:
             return True
         flush, known = self._flush, self.memory.nodes.get(node)
-        return flush is not None and flush.stay and known is not None and bool(known.memory)
+        if flush is None or not flush.stay or known is None:
+            return False
+        return bool(known.memory) or node in flush.waits
 
     # --- Queries ---
 
@@ -492,6 +496,9 @@ class Checkpoints:
         if flush is not None and number > flush.round and node in flush.waits:
             flush.waits.discard(node)
             self._needs_decision = True
+            known = self.memory.nodes.get(node)
+            if known is not None and known.transfer_port and not known.memory:
+                self._outcome.reassign.add(node)  # it may have been told to stay
 
     def _answer(self, now: float) -> None:
         """Answer the questions that are due; record what the current round continues from."""
@@ -679,9 +686,9 @@ class Checkpoints:
 
         A request to store what may be lost comes first. Its write begins once no worker is waited
         for. It takes the newest complete checkpoint in memory that no round has skipped. The
-        request ends if that is in storage already, or was tried twice. An attempt that the request
-        has not begun is canceled for it if its checkpoint is older. If the commit of that attempt
-        is granted, the request waits for its end instead.
+        request ends if there is none or no storage, if it is in storage already, or was tried
+        twice. An attempt that the request has not begun is canceled for it if its checkpoint is
+        older. If the commit of that attempt is granted, the request waits for its end instead.
 
         Otherwise, and while no attempt runs, the newest complete checkpoint that workers want
         stored is written. Checkpoints that are stored already, were skipped by a round, or were
@@ -699,7 +706,7 @@ class Checkpoints:
             newest = sorted(self.memory.checkpoints, reverse=True)
             complete = (k for k in newest if self.memory.is_complete(k))
             key = next((k for k in complete if not self._is_skipped(k)), None)
-            if key is None or self._is_stored(key) or self.memory.checkpoints[key].tried >= TRIES:
+            if key is None or not self._is_worth_writing(key):
                 self._end_flush()
             elif (run := self._run) is None or (
                 run.id < key and run.attempt != flush.attempt and not run.granted
@@ -722,6 +729,11 @@ class Checkpoints:
             if self.memory.is_complete(key):
                 self._write(key, now, term, now + persist_s)
                 return
+
+    def _is_worth_writing(self, key: CheckpointId) -> bool:
+        """Return whether a write could succeed that stores more than what is in storage."""
+        tried = self.memory.checkpoints[key].tried
+        return self.storable and not self._is_stored(key) and tried < TRIES
 
     def _is_stored(self, key: CheckpointId) -> bool:
         """Return whether this checkpoint, or a later one, is in storage."""
