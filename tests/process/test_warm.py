@@ -281,11 +281,14 @@ def first_starts(place: Place, name: str, library: Library) -> tuple[list[str], 
 
 
 def test_the_second_run_of_a_script_forks_its_first_workers(place: Place, library: Library) -> None:
-    found, events = first_starts(place, "first", library)
+    found, _ = first_starts(place, "first", library)
     assert found == ["cold 1"] * 2
-    found, events = first_starts(place, "second", library)
+    for name in ("second", "third", "fourth"):
+        found, events = first_starts(place, name, library)
+        assert "recipe_found" in events
+        if found != ["cold 1"] * 2:  # on a busy machine, the zygote may not be ready in time
+            break
     assert found == ["warm 1"] * 2
-    assert "recipe_found" in events
     listed = json.loads(place.call("dlrover", "cache", "ls", "--json", env=CACHED).stdout)
     assert [Path(one["script"]).name for one in listed] == ["train.py"]
     library.write("fakelib", "VERSION = 'two'")
