@@ -165,7 +165,7 @@ class Autoscaler:
         if progress is not None and progress.total is not None:
             remaining = max(0, progress.total - progress.step) * (batch or 1.0)
         per_node = world.world_size / len(world.members) if world is not None else 1.0
-        age_s = live.steady_wall - state.started_at - state.suspended_s
+        age_s = state.time.active_s(live.steady_wall)
         standby = worker.standby_replicas
         return View(
             spec=worker.scaling,

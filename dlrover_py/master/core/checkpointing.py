@@ -41,8 +41,7 @@ class Checkpointing:
 
         This starts no transfer: the nodes get their peers with their next assignments.
         """
-        age_s = self.live.steady_wall - self.state.started_at - self.state.suspended_s
-        self._age_s = max(0, round(age_s))
+        self._age_s = round(self.state.time.active_s(self.live.steady_wall))
         self.follow_spec()
         spec, members = self.live.spec.spec.checkpoint, []
         for member in world.members:

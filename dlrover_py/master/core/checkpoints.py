@@ -148,6 +148,17 @@ class CheckpointRecord:
         best = next(starts, None)
         return None if best is None else best.step
 
+    def begin_round(self, number: int, best: CheckpointId | None) -> None:
+        """Note the checkpoint that a round continues from; None: it begins at step 0."""
+        # A checkpoint that an earlier round skipped may be continued from after all.
+        kept = [one for one in self.round_starts if best is None or not _skips(one, best)]
+        new = number, best
+        self.round_starts = [*[one for one in kept if one != new][-ROUND_STARTS_KEPT:], new]
+
+    def skips(self, key: CheckpointId) -> bool:
+        """Return whether it has wrong values, or a later round continued from an older one."""
+        return self.rejects(key) or any(_skips(one, key) for one in self.round_starts)
+
     def rejects(self, key: CheckpointId) -> bool:
         """Return whether a checkpoint is known to have wrong values."""
         return any(key.round <= number and key.step > good for number, good in self.rejected)
@@ -538,21 +549,12 @@ class Checkpoints:
         if self.stored is not None:
             known.append(self.stored.id)
         best = max(known, default=None)
-        # A checkpoint that an earlier round skipped may be continued from after all.
-        kept = [one for one in self._record.round_starts if best is None or not _skips(one, best)]
-        new = self._round, best
-        self._record.round_starts = [*[one for one in kept if one != new][-ROUND_STARTS_KEPT:], new]
+        self._record.begin_round(self._round, best)
         # A later master cannot learn this again: running workers ask no second time.
         self._needs_decision = self._outcome.journal_changed = True
         run = self._run
-        if run is not None and not run.granted and self._is_skipped(run.id):
+        if run is not None and not run.granted and self._record.skips(run.id):
             self._cancel("the round continued from an older checkpoint")
-
-    def _is_skipped(self, key: CheckpointId) -> bool:
-        """Return whether it has wrong values, or a later round continued from an older one."""
-        return self._record.rejects(key) or any(
-            _skips(one, key) for one in self._record.round_starts
-        )
 
     # --- Storage ---
 
@@ -705,7 +707,7 @@ class Checkpoints:
             flush.waits.clear()
             newest = sorted(self.memory.checkpoints, reverse=True)
             complete = (k for k in newest if self.memory.is_complete(k))
-            key = next((k for k in complete if not self._is_skipped(k)), None)
+            key = next((k for k in complete if not self._record.skips(k)), None)
             if key is None or not self._is_worth_writing(key):
                 self._end_flush()
             elif (run := self._run) is None or (
@@ -724,7 +726,7 @@ class Checkpoints:
             return
         for key in sorted(self.memory.requested, reverse=True):
             one = self.memory.checkpoints[key]
-            if one.tried or self._is_stored(key) or self._is_skipped(key):
+            if one.tried or self._is_stored(key) or self._record.skips(key):
                 continue
             if self.memory.is_complete(key):
                 self._write(key, now, term, now + persist_s)

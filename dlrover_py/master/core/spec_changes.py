@@ -131,15 +131,13 @@ class SpecChanges:
         all nodes. A job that resumes needs a first round; its nodes are requested later in the same
         step. Nothing happens if the job has ended.
         """
-        suspend, now = self.live.spec.rests, self.live.steady_wall
+        suspend = self.live.spec.rests
         if self.state.phase.ended or suspend == (self.state.phase is JobPhase.SUSPENDED):
             return
         if suspend:
             self._suspend()
             return
         self.state.phase, self.state.reason = JobPhase.PENDING, "waiting for nodes"
-        self.state.suspended_s += now - (self.state.suspended_at or now)
-        self.state.suspended_at = None
         self.state.abandoned_slots = 0  # all places are filled again
         event = self.log.record(
             EventReason.RESUMED, f"the job was resumed with {desired_nodes(self.live.spec)}"
@@ -191,7 +189,6 @@ class SpecChanges:
         self.log.record(EventReason.SUSPENDED, why)
         self._checkpointing.flush("the job is suspended", self.live.grace_s)
         self.state.phase, self.state.reason = JobPhase.SUSPENDED, why
-        self.state.suspended_at = self.live.steady_wall
         self._transitions.close_round()
         self.state.replacement_slots.clear()
         for node in list(self.live.nodes):

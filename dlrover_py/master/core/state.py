@@ -211,8 +211,6 @@ class DurableState:
     """Seconds that rounds have cost, by their kind: what the autoscaler weighs."""
     time: TimeAccount = Field(default_factory=TimeAccount)
     """Where the time of the job went. It changes without a write, and goes with the next one."""
-    suspended_s: float = 0.0
-    suspended_at: float | None = None
     started_at: float = 0.0
     ended_at: float | None = None
     events: list[JobEvent] = Field(default_factory=list)

@@ -61,6 +61,11 @@ class TimeAccount(BaseModel):
             self.move(source, bucket, total - self.reported.get(bucket, 0.0))
             self.reported[bucket] = max(total, self.reported.get(bucket, 0.0))
 
+    def active_s(self, at: float) -> float:
+        """Return the seconds until a time in which the job was not suspended."""
+        found = self.until(at)
+        return sum(found.values()) - found.get(TimeBucket.SUSPENDED, 0.0)
+
     def until(self, at: float) -> dict[TimeBucket, float]:
         """Return the seconds of each bucket until a time; buckets without any are left out."""
         found = dict(self.seconds)
