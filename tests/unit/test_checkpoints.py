@@ -545,6 +545,15 @@ def test_a_node_that_has_made_no_checkpoint_may_go_when_its_workers_have_ended()
     assert not desk.core.holds(N0)
 
 
+def test_a_node_that_does_not_say_that_its_workers_have_ended_is_told_to_go_all_the_same() -> None:
+    desk = Desk(N0, N1)
+    wish(desk, N0, N1)
+    assert desk.core.holds(N1)
+    desk.look(15.0)
+    assert not desk.core.holds(N1)
+    assert desk.reassigned == {N0, N1}
+
+
 def test_without_a_storage_nobody_stays() -> None:
     desk = sharded(5)
     wish(desk, N0, N1)

@@ -507,9 +507,7 @@ class Checkpoints:
         if flush is not None and number > flush.round and node in flush.waits:
             flush.waits.discard(node)
             self._needs_decision = True
-            known = self.memory.nodes.get(node)
-            if known is not None and known.transfer_port and not known.memory:
-                self._outcome.reassign.add(node)  # it may have been told to stay
+            self._outcome.reassign.add(node)  # it may have been told to stay
 
     def _answer(self, now: float) -> None:
         """Answer the questions that are due; record what the current round continues from."""
@@ -680,7 +678,7 @@ class Checkpoints:
         flush, self._flush = self._flush, None
         if flush is not None and flush.stay:
             self._outcome.reassign.update(
-                n for n, known in self.memory.nodes.items() if known.memory
+                n for n, known in self.memory.nodes.items() if known.memory or n in flush.waits
             )
 
     def _decide(self, now: float, wall: float, term: Term, persist_s: float) -> None:
@@ -704,6 +702,7 @@ class Checkpoints:
         """
         flush = self._flush
         if flush is not None and (not flush.waits or now >= flush.settle_at):
+            self._outcome.reassign |= flush.waits  # they may have been told to stay
             flush.waits.clear()
             newest = sorted(self.memory.checkpoints, reverse=True)
             complete = (k for k in newest if self.memory.is_complete(k))
