@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from dlrover_py.master.core.scaling import (
@@ -132,6 +132,7 @@ def test_the_best_size_is_reached_in_four_changes(name: str) -> None:
     unit=st.integers(1, 3),
     count=st.integers(1, 12),
 )
+@example(serial=0.1875, all_to_all=0.009765625, noise=0.01, seed=36, least=2, unit=3, count=3)
 def test_a_job_on_any_curve_comes_to_rest_near_the_best_size(
     serial: float, all_to_all: float, noise: float, seed: int, least: int, unit: int, count: int
 ) -> None:

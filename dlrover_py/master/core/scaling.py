@@ -107,7 +107,7 @@ class ScalingRecord:
     """``replicas`` of the spec that the target follows."""
     in_samples: bool = False
     """Whether speeds are samples per second, and not steps per second."""
-    samples: dict[int, Sample] = Field(default_factory=dict)
+    samples: dict[Annotated[int, Field(ge=1, le=2**31)], Sample] = Field(default_factory=dict)
     """The measured speed of each size."""
     resize_s: Annotated[float, Field(ge=0)] | None = None
     """Moving mean of the seconds without training that a change of size has cost."""
@@ -349,7 +349,7 @@ def _verified(record: ScalingRecord, view: View, model: SpeedModel) -> Decision 
     gain = record.samples[view.size].speed / before - 1
     if gain >= view.spec.min_gain / 2 or view.spec.objective != "throughput":
         return None
-    if _reversals(record, view.now, trial.start, view.size):
+    if _reversible_at(record, view.now, trial.start, view.size) > view.now:
         return None
     text = f"{view.size}→{trial.start}: {view.size - trial.start} more nodes added {_share(gain)}"
     return Decision(trial.start, ConditionReason.RESIZED, text, counts=True, ban=(view.size, BAN_S))
@@ -482,11 +482,17 @@ def _recent(record: ScalingRecord, now: float) -> list[Move]:
     return [m for m in record.moves if now - HOUR_S < m.at <= now]
 
 
-def _reversals(record: ScalingRecord, now: float, goal: int, size: int) -> bool:
-    """Return whether this change would be a second reversal of direction within an hour."""
-    ways = [m.goal > m.start for m in _recent(record, now)]
-    turns = sum(a != b for a, b in pairwise(ways))
-    return bool(turns) and ways[-1] != (goal > size)
+def _reversible_at(record: ScalingRecord, now: float, goal: int, size: int) -> float:
+    """Return from when on this change is allowed: it must be the only reversal within an hour."""
+    if not record.moves or (record.moves[-1].goal > record.moves[-1].start) == (goal > size):
+        return 0.0
+    turns = [
+        later.at
+        for earlier, later in pairwise(record.moves)
+        if (earlier.goal > earlier.start) != (later.goal > later.start)
+        and later.at <= now  # one in the future was dated by another clock
+    ]
+    return turns[-1] + HOUR_S if turns else 0.0
 
 
 def _allowed_at(record: ScalingRecord, view: View, goal: int) -> tuple[float, str]:
@@ -502,8 +508,8 @@ def _allowed_at(record: ScalingRecord, view: View, goal: int) -> tuple[float, st
         number = counted(spec.max_resizes_per_hour, "change")
         first = recent[-spec.max_resizes_per_hour]
         waits.append((first.at + HOUR_S, f"the limit is {number} in an hour (maxResizesPerHour)"))
-    if _reversals(record, view.now, goal, view.size):
-        waits.append((recent[0].at + HOUR_S, "the size was reversed once within this hour"))
+    reversible_at = _reversible_at(record, view.now, goal, view.size)
+    waits.append((reversible_at, "the size was reversed once within this hour"))
     return max(waits)
 
 
