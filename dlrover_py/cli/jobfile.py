@@ -102,6 +102,19 @@ class _Loader(Loader):
         return node
 
 
+def run_command(path: Path, *options: str) -> list[str]:
+    """Return the command line of a process that runs the job of a file on this machine.
+
+    It is ``dlrover job run`` of this installation, and imports nothing from the working directory.
+
+    Args:
+        path: The job file.
+        options: Options of ``dlrover job run``.
+    """
+    program = "from dlrover_py.cli import main; raise SystemExit(main())"
+    return [sys.executable, "-P", "-c", program, "job", "run", str(path), *options]
+
+
 def _text(path: Path, name: str) -> str:
     """Return the text of a file, or of standard input (``-``).
 

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import re
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -163,11 +162,8 @@ class Jobs:
         name = jobfile.load(path).job.metadata.name
         if name in local_jobs.running(self._settings):
             raise ConfigError(f"job {name} runs already: stop it first, or choose another name")
-        run = "from dlrover_py.cli import main; raise SystemExit(main())"
-        command = [sys.executable, "-P", "-c", run, "job", "run", str(path)]
-        command += ["--json", "--logs", "none"]
-        if nodes is not None:
-            command.append(f"--nodes={nodes}")
+        hosts = [] if nodes is None else [f"--nodes={nodes}"]
+        command = jobfile.run_command(path, "--json", "--logs=none", *hosts)
         with tempfile.TemporaryFile() as errors:
             process = subprocess.Popen(
                 command,

@@ -8,7 +8,6 @@ hosts that they have.
 import asyncio
 import contextlib
 import signal
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -226,10 +225,8 @@ class SharedCluster:
 
     async def _start(self, name: str, job: SharedJob, nodes: int) -> None:
         """Start the cluster process of a job."""
-        program = "from dlrover_py.cli import main; raise SystemExit(main())"
         job.process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-c", program, "job", "run", str(job.file)),
-            *("--nodes", str(nodes), "--plain"),
+            *jobfile.run_command(job.file, f"--nodes={nodes}", "--plain"),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
