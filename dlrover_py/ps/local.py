@@ -165,7 +165,7 @@ class LocalServers:
         for _ in range(self._wanted - len(staying)):
             name = f"ps-{secrets.token_hex(4)}"
             process = subprocess.Popen(
-                [sys.executable, "-m", "dlrover_py.ps.server", str(self.access), name],
+                [sys.executable, "-P", "-m", "dlrover_py.ps.server", str(self.access), name],
                 stdin=subprocess.DEVNULL,
             )
             one = _LocalServer(name, process, os.pidfd_open(process.pid), now)

@@ -98,12 +98,12 @@ class Site:
         self.node.slots |= {n: change(s) for n, s in self.node.slots.items() if n in self._names}
 
     def stage(self, step: int, *_: Any, timeline: Timeline, persist: bool, copy: bool,
-              protected: Any, metric: Any) -> Any:  # fmt: skip
+              protected: Any, metric: Any, certified: bool) -> Any:  # fmt: skip
         part, id_ = f"{self.rank + 1:x}", f"{step}"
         for index in fillable_slots(self.found(), protected):
             header = SlotHeader("j", Step(step), Round(self.round), timeline, self.world,
                                  self.rank, part, id_, 9, 5, NOTHING, NOTHING, NOTHING,
-                                 persist=persist, copy=copy)  # fmt: skip
+                                 persist=persist, copy=copy, certified=certified)  # fmt: skip
             self.node.slots[self._names[index]] = header
             done = threading.Event()
             done.set()

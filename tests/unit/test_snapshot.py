@@ -78,7 +78,9 @@ async def test_a_worker_that_hangs_is_described_by_its_probe(path: Path) -> None
     assert (snapshot.number, snapshot.round) == (5, 3)
     alive, ended = snapshot.workers
     assert (alive.rank, alive.pid, alive.state != "") == (4, os.getpid(), True)
-    assert "run_until_complete" in {frame.function.rpartition(".")[2] for frame in alive.stack}
+    functions = {frame.function.rpartition(".")[2] for frame in alive.stack}
+    # A coroutine that is suspended while its stack is read has no caller any more.
+    assert functions & {"run_until_complete", "ask"}
     assert alive.recorded
     assert (ended.rank, ended.pid, ended.state) == (5, 0, "")
     await taker.close()
