@@ -104,7 +104,7 @@ while not checkpointer.should_stop:
     session.report_step(step)
     checkpointer.save(step, state)
     os.pwrite(at, b"%09d" % step, 0)
-    pause.wait(0.005)
+    pause.wait(0.03)
 print("stopped", session.round(), rank, step, flush=True)
 checkpointer.close()
 dist.destroy_process_group()
