@@ -417,7 +417,8 @@ class Agent:
                     self._sdk.request_stop(why)
                     grace_s = max(grace_s, last_step_s)
                 log.info("workers_stop", extra={"why": why, "grace_s": grace_s})
-                self._restarts.broken(asyncio.get_running_loop().time())
+                if not self._workers.starting:  # else no round has ended
+                    self._restarts.broken(asyncio.get_running_loop().time())
                 self._workers.stop(grace_s, number, delayed=pollers)
             case Kill():
                 self._workers.kill()

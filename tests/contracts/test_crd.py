@@ -19,7 +19,7 @@ from dlrover_py.kubernetes.kinds import CRDS, ELASTICJOBS, NAMESPACES, PODS, Obj
 from dlrover_py.kubernetes.watch import Changed
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import ElasticJob
-from dlrover_py.protocol.status import ElasticJobStatus
+from dlrover_py.protocol.status import ElasticJobStatus, GoodputStatus
 from tests.builders import job_file
 from tests.unit.test_job_file import DLROVER
 from tests.unit.test_training_status import status
@@ -232,8 +232,9 @@ async def test_two_writers_share_the_status_and_nothing_of_it_is_dropped(bed: Be
         kind=FailureKind.EXIT, local_rank=0, rank=1, pid=2, exit_code=-9, message="m", step=3
     )
     failure = Failure(at=1.5, node="n1", round=2, worker=worker)
+    goodput = GoodputStatus(wall_s=4.0, share=0.5, seconds={"productive": 2.0, "standstill": 2.0})
     told = status(70, 40).model_copy(
-        update={"progress": progress, "last_failure": failure, "goodput": 0.5}
+        update={"progress": progress, "last_failure": failure, "goodput": goodput}
     )
     training = Training.of(told).model_dump(
         mode="json", by_alias=True, exclude={"conditions"}, exclude_none=True

@@ -85,7 +85,7 @@ SEAMS = {
     "workers": Seam(
         START, r"train\.py", then="python: no answer within 3 s; expected its file system"
     ),
-    "records": Seam("open", "imports-0", then="imports_not_recorded", runs=1),
+    "records": Seam("open", r"imports-\d+-0", then="imports_not_recorded", runs=1),
     "zygote": Seam(START, r"zygote-1\.json", then="it cannot be started: no answer within 3 s"),
     "orders": Seam("open", r"zygote-1\.json", then="it cannot be started: no answer within 3 s"),
     "fork": Seam("socket.sendmsg", provoke=next_round, then="zygote_lost", runs=2),

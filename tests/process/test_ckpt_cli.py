@@ -77,7 +77,8 @@ def test_ls_and_show(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "ls", str(written))
     lines = out.splitlines()
     assert code == 0
-    assert lines[0].split() == ["STEP", "AGE", "SIZE", "WORLD", "METRIC", "JOB", "FOLDER"]
+    columns = ["STEP", "AGE", "SIZE", "WORLD", "METRIC", "CERTIFIED", "JOB", "FOLDER"]
+    assert lines[0].split() == columns
     assert [line.split()[0] for line in lines[1:]] == ["7", "6", "5"]
     code, out, _ = call(capsys, "ls", str(written), "--json")
     listed = json.loads(out)
