@@ -524,7 +524,7 @@ def timed(batches: Iterable[T]) -> Iterator[T]:
         for batch in session.timed(loader):
             ...
 
-    The time is shown as ``dataLoading`` by ``dlrover job goodput``. An ``ElasticLoader`` does this
+    The time is shown as ``data_loading`` by ``dlrover job goodput``. An ``ElasticLoader`` does this
     itself.
     """
     items = iter(batches)

@@ -90,11 +90,11 @@ CASES = {
     "DLRoverGoodputLow": Case(
         at=90,
         fires=[
-            one("dlrover_time_seconds", "0+9x100", bucket="wastedProgress"),
-            one("dlrover_time_seconds", "0+9x100", bucket="infrastructureRecovery"),
+            one("dlrover_time_seconds", "0+9x100", bucket="wasted_progress"),
+            one("dlrover_time_seconds", "0+9x100", bucket="infrastructure_recovery"),
         ],
         quiet=[
-            [one("dlrover_time_seconds", "0+9x100", bucket="wastedProgress")],
+            [one("dlrover_time_seconds", "0+9x100", bucket="wasted_progress")],
             [one("dlrover_time_seconds", "0+60x100", bucket="productive")],
             [one("dlrover_time_seconds", "0+60x100", bucket="suspended")],
         ],

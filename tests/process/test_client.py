@@ -30,7 +30,7 @@ def test_the_example_of_the_page_starts_scales_and_reads_a_job(place: Place) -> 
     said = done.stdout.splitlines()
     assert said[0] == "job is scaled to 3 nodes"
     assert said[1] == "Succeeded"
-    assert "new steps" in done.stdout
+    assert "productive" in done.stdout
     assert "JobSucceeded" in done.stdout
     assert said[-1].endswith("world 3")
     (listed,) = json.loads(place.call("dlrover", "job", "list", "--json").stdout)

@@ -39,8 +39,8 @@ def test_a_flipped_bit_and_a_nan_take_the_job_back_to_a_good_checkpoint(place: P
         assert shown.startswith("job: goodput ")
         spent = json.loads(run.cli("job", "goodput", "job", "--json"))
         assert sum(spent["seconds"].values()) == pytest.approx(spent["wallS"], abs=0.1)
-        kinds = {"productive", "programStartup", "wastedProgress", "checkpointSave"}
-        assert kinds | {"checkpointRestore"} <= spent["seconds"].keys()
+        kinds = {"productive", "program_startup", "wasted_progress", "checkpoint_save"}
+        assert kinds | {"checkpoint_restore"} <= spent["seconds"].keys()
         assert run.wait() == 0
     output = Path(f"{folder}.said").read_text()
     began = dict(re.findall(r"round (\d) continues from (\d+)", output))

@@ -98,7 +98,7 @@ def test_a_notebook_whose_event_loop_runs_can_call(here: Path) -> None:
     assert asyncio.run(cell()) == ("demo", "Succeeded")
 
 
-SECONDS = {"productive": 3.0, "wastedProgress": 3.0}
+SECONDS = {"productive": 3.0, "wasted_progress": 3.0}
 
 
 def test_goodput_is_a_frame_where_pandas_is_there(here: Path) -> None:
@@ -112,7 +112,7 @@ def test_goodput_is_a_frame_where_pandas_is_there(here: Path) -> None:
         assert table == time_shares(told.goodput)
     else:
         assert list(table.columns) == ["what", "share", "seconds"]
-        assert list(table["what"]) == ["productive", "wastedProgress"]
+        assert list(table["what"]) == ["productive", "wasted_progress"]
         assert table["seconds"][1] == 3.0
 
 

@@ -1747,9 +1747,9 @@ def test_goodput_is_the_part_of_the_time_that_brought_new_steps() -> None:
     found = spent(bench)
     assert share(bench) == pytest.approx(1 - (first + 26) / bench.now, abs=0.02)
     assert set(found) == {
-        "productive", "programStartup", "dataLoading", "checkpointSave", "checkpointRestore",
+        "productive", "program_startup", "data_loading", "checkpoint_save", "checkpoint_restore",
     }  # fmt: skip
-    assert (found["dataLoading"], found["checkpointSave"]) == pytest.approx((20.0, 5.0))
+    assert (found["data_loading"], found["checkpoint_save"]) == pytest.approx((20.0, 5.0))
     bench.agent("n1").fail(crash())
     bench.exchange()
     bench.settle()
@@ -1759,14 +1759,14 @@ def test_goodput_is_the_part_of_the_time_that_brought_new_steps() -> None:
     bench.agent("n0").reach(81)
     bench.exchange()
     after = spent(bench)
-    assert after["wastedProgress"] == pytest.approx(11.0), "steps 81 to 91"
-    assert after["programStartup"] >= down["programStartup"] - 0.01
+    assert after["wasted_progress"] == pytest.approx(11.0), "steps 81 to 91"
+    assert after["program_startup"] >= down["program_startup"] - 0.01
     bench.restart_master()
     bench.settle()
     bench.pass_time(10.0)
     again = spent(bench)
-    assert again["wastedProgress"] == pytest.approx(11.0), "a new master knows it"
-    assert again["dataLoading"] == pytest.approx(20.0)
+    assert again["wasted_progress"] == pytest.approx(11.0), "a new master knows it"
+    assert again["data_loading"] == pytest.approx(20.0)
 
 
 def test_a_suspension_is_counted_but_not_against_the_job() -> None:

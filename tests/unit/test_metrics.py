@@ -27,7 +27,7 @@ def values(shown: JobStatus, name: str) -> dict[str, float]:
     return {next(iter(s.labels.values()), ""): s.value for s in samples}
 
 
-SECONDS = {"productive": 12.0, "wastedProgress": 4.0}
+SECONDS = {"productive": 12.0, "wasted_progress": 4.0}
 
 
 def test_the_phase_and_the_time_are_told() -> None:
