@@ -424,8 +424,8 @@ class Checkpoints:
         """Return whether a node that has to end should stay, because its memory is being stored.
 
         A node should also stay while it has a checkpoint in memory and a request is open to store
-        what may be lost, or while its workers may still make one. That applies only to requests for
-        which nodes stay.
+        what may be lost, or while its workers, which use checkpoints, may still make one. That
+        applies only to requests for which nodes stay.
         """
         run = self._run
         if run is not None and node in run.ranks and node not in run.done:
@@ -433,7 +433,7 @@ class Checkpoints:
         flush, known = self._flush, self.memory.nodes.get(node)
         if flush is None or not flush.stay or known is None:
             return False
-        return bool(known.memory) or node in flush.waits
+        return bool(known.memory) or (known.transfer_port > 0 and node in flush.waits)
 
     # --- Queries ---
 
