@@ -31,7 +31,7 @@ from dlrover_py.ps.session import PendingRequests, SendPart
 from dlrover_py.ps.settings import Settings, read_access
 from dlrover_py.ps.specs import TableSpec
 from dlrover_py.ps.store import Payload
-from dlrover_py.ps.wire import JobAccess, WireError, decode, encode
+from dlrover_py.ps.wire import JobAccess, WireError, decode, send
 
 MAX_REQUEST_BYTES = 256 << 20
 """Bytes of the arrays of one request."""
@@ -335,9 +335,7 @@ class PsClient:
             self._connect(server, self.map.servers[server])
         # A full queue is one more lost message: what has no answer is sent again.
         with contextlib.suppress(zmq.Again):
-            frames = encode(message, payload or [], self._key)
-            large = any(len(frame) >= 32768 for frame in frames)
-            self._servers[server].send_multipart(frames, zmq.NOBLOCK, copy=not large)
+            send(self._servers[server], message, payload or [], self._key)
 
     def _receive(self, name: str) -> None:
         for _ in range(32):

@@ -15,7 +15,7 @@ from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.ps import messages as m
 from dlrover_py.ps.cluster_map import ClusterMap
 from dlrover_py.ps.planner import Planner, PlanRules
-from dlrover_py.ps.wire import JobAccess, WireError, decode, encode
+from dlrover_py.ps.wire import JobAccess, WireError, decode, send
 
 FORGET_S = 60.0
 """Seconds of silence after which a connection gets no more maps. Workers ask more often."""
@@ -129,4 +129,4 @@ class Coordinator:
 
     def _send(self, route: bytes, message: Any) -> None:
         with contextlib.suppress(zmq.Again):  # it asks again
-            self.socket.send_multipart([route, *encode(message, [], self._key)], zmq.NOBLOCK)
+            send(self.socket, message, [], self._key, route)

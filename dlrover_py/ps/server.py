@@ -22,13 +22,11 @@ from dlrover_py.ps import messages as m
 from dlrover_py.ps.replication import Replica
 from dlrover_py.ps.settings import read_access
 from dlrover_py.ps.store import Payload, Store
-from dlrover_py.ps.wire import JobAccess, WireError, decode, encode
+from dlrover_py.ps.wire import JobAccess, WireError, decode, send
 
 ALIVE_S = 0.5
 """Seconds between two messages to the coordinator."""
 TICK_S = 0.05
-LARGE_BYTES = 32768
-"""Frames of this size are not copied when they are sent."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -192,11 +190,7 @@ class ParameterServer:
             route: The connection, if the socket has several.
         """
         try:
-            frames = encode(message, payload, self._key)
-            large = any(len(frame) >= LARGE_BYTES for frame in frames)
-            socket.send_multipart(
-                [route, *frames] if route else frames, zmq.NOBLOCK, copy=not large
-            )
+            send(socket, message, payload, self._key, route)
         except zmq.Again:
             _LOG.warning("a slow receiver: a message was not sent")
         except ConfigError as error:

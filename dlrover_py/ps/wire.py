@@ -14,6 +14,7 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 import xxhash
+import zmq
 
 from dlrover_py.protocol.errors import ConfigError, DLRoverError
 from dlrover_py.ps import messages
@@ -25,6 +26,8 @@ MAX_BODY_BYTES = 32 << 20
 MAX_PAYLOAD_BYTES = 1 << 30
 """Bytes of the arrays of a message: a bucket that is copied must fit."""
 MAX_ARRAYS = 16384
+LARGE_BYTES = 32768
+"""Frames of this size are not copied when they are sent."""
 _MAGIC = b"DLPS"
 _PRELUDE = struct.Struct("<4sHH8s16s")
 _DTYPES = {dtype.str: dtype for dtype in map(np.dtype, ("<i4", "<i8", "<u4", "<f2", "<f4", "<f8"))}
@@ -80,6 +83,25 @@ def encode(message: Any, payload: Payload, key: bytes) -> list[Any]:
     frames = [body, *(array.data.cast("B") if array.size else b"" for array in arrays)]
     prelude = _PRELUDE.pack(_MAGIC, VERSION, 0, checksum(frames), key)
     return [prelude, *frames]
+
+
+def send(socket: Any, message: Any, payload: Payload, key: bytes, route: bytes = b"") -> None:
+    """Send a message without waiting. Large frames are not copied.
+
+    Args:
+        socket: The socket.
+        message: One of ``messages.Message``.
+        payload: Its arrays.
+        key: The key of the job.
+        route: The connection, if the socket has several.
+
+    Raises:
+        zmq.Again: The queue of the receiver is full.
+        ConfigError: The arrays are larger than a message may be.
+    """
+    frames = encode(message, payload, key)
+    large = any(len(frame) >= LARGE_BYTES for frame in frames)
+    socket.send_multipart([route, *frames] if route else frames, zmq.NOBLOCK, copy=not large)
 
 
 def decode(frames: Sequence[Any], key: bytes) -> tuple[Any, Payload]:

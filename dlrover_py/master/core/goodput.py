@@ -90,12 +90,11 @@ class Goodput:
             now: Monotonic time.
         """
         end = self.state.ended_at
-        seconds = self._account.until(now + self.live.ahead if end is None else end)
-        wall_s = sum(seconds.values())
-        counted_s = wall_s - seconds.get(TimeBucket.SUSPENDED, 0.0)
+        at = now + self.live.ahead if end is None else end
+        seconds, counted_s = self._account.until(at), self._account.active_s(at)
         share = seconds.get(TimeBucket.PRODUCTIVE, 0.0) / counted_s if counted_s > 0 else 0.0
         return GoodputStatus(
-            wall_s=round(wall_s, 3),
+            wall_s=round(sum(seconds.values()), 3),
             share=round(share, 4) if self.state.lost_s else None,
             seconds={bucket: round(one, 3) for bucket, one in seconds.items()},
         )
