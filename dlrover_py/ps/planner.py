@@ -206,12 +206,21 @@ class Planner:
         return old if new == old else replace(new, term=old.term + 1)
 
     def _plan(self) -> None:
-        """Place buckets for the first time, replace missing copies, then balance the servers."""
+        """Place buckets for the first time, replace missing copies, then balance the servers.
+
+        What needs no copy, such as a backup that becomes the primary, may allow the next step. So
+        steps follow until one changes nothing. They end: each makes servers more even or emptier.
+        """
+        while self.map.placements != self._plan_step():
+            pass
+
+    def _plan_step(self) -> tuple[Placement, ...]:
+        """Change each bucket at most once; return the placements."""
         targets = sorted(set(self.map.servers) - self._draining)
         if not self.map.placements:
             if len(targets) >= self.rules.servers:
                 self._place([self._first(bucket, targets) for bucket in range(self.rules.buckets)])
-            return
+            return self.map.placements
         placements = list(self.map.placements)
         loads = Counter(dict.fromkeys(self.map.servers, 0))
         primaries = Counter(dict.fromkeys(self.map.servers, 0))
@@ -221,6 +230,7 @@ class Planner:
         self._replace_copies(placements, targets, loads)
         self._balance(placements, targets, loads, primaries)
         self._place(placements)
+        return self.map.placements
 
     def _first(self, bucket: int, targets: list[str]) -> Placement:
         count = len(targets)

@@ -228,7 +228,7 @@ def test_memory_outlives_a_worker_a_pod_and_a_host(
         lost = members(second)[2].id
         there.cluster.delete_pod(f"job-{lost}", there.namespace, force=True)
         third, at = its.goes_on(3, after=second.round, without=lost)
-        assert least <= at <= 8, "what its peer had of it"
+        assert at >= least, "what its peer had of it; two nodes may have trained since"
 
         permit(tmp_path, OPEN)
         least = its.copied(after=its.copied(after=8))

@@ -296,3 +296,10 @@ def test_a_request_is_sent_again_with_its_number() -> None:
     assert requests.answered(7, [0]) == [0]
     assert not requests.is_open(7)
     assert requests.answered(7, [0]) == []
+
+
+def test_a_server_that_leaves_has_no_bucket_left_when_nobody_can_take_a_copy() -> None:
+    """Some buckets had to change their primary first, and nothing happened afterwards."""
+    plan = planner("a", "b", buckets=3)
+    plan.drain("a")
+    assert {one.members for one in plan.map.placements} == {("b",)}

@@ -433,7 +433,7 @@ class Checkpoints:
         flush, known = self._flush, self.memory.nodes.get(node)
         if flush is None or not flush.stay or known is None:
             return False
-        return bool(known.memory) or (known.transfer_port > 0 and node in flush.waits)
+        return bool(known.memory) or node in flush.waits
 
     # --- Queries ---
 
