@@ -683,14 +683,15 @@ def test_next_master_tells_the_members_of_an_ended_job_and_nobody_else(place: Pl
         assert named == JobName(name="alone", fewest=1, most=1)
         assert run.directive is Directive.RUN
         have = {"incarnation": 1, "have_term": run.term, "have_version": run.version}
-        stop = told(master, seq=2, follows=run.round, phase="succeeded", **have)
+        ended = {"follows": run.round, "memory_round": run.round + 1, "phase": "succeeded", **have}
+        stop = told(master, seq=2, **ended)
         assert (stop.directive, stop.exit_code) == (Directive.STOP, 0)
         # Early for the next run, which must not go by the name of this one: others would not find
         # what it holds in memory.
         reply = master.ask(path="/v1/job/name")
         assert (reply.status, reply.error.code) == (503, "passive")
     with running_master(place, exchange_s="0.2") as master:
-        again = told(master, seq=3, follows=run.round, phase="succeeded", **have)
+        again = told(master, seq=3, **ended)
         assert (again.directive, again.exit_code) == (Directive.STOP, 0)
         reply = master.exchange(report(boot_id="c" * 16))  # of the next job at this address
         assert (reply.status, reply.error.code) == (503, "passive")
@@ -707,7 +708,8 @@ def test_who_says_that_its_workers_have_ended_is_not_held_up(place: Place) -> No
         stop = told(seq=2, follows=1, have_term=run.term, have_version=run.version)
         assert (run.directive, stop.directive) == (Directive.RUN, Directive.STOP)
         have = {"have_term": stop.term, "have_version": stop.version}
-        assert told(seq=3, follows=1, memory_round=2, **have) == stop
+        last = told(seq=3, follows=1, memory_round=2, **have)
+        assert (last.directive, last.stay_until_stored) == (Directive.STOP, False)
 
 
 class Draining(StaticPlatform):
