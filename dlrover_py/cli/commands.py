@@ -631,7 +631,7 @@ def goodput(name: str | None, as_json: bool, target: Target) -> None:
     if status is None or status.goodput is None:
         raise ConfigError(f"job {job_view.name} has no status yet: expected a master that runs it")
     if as_json:
-        click.echo(status.goodput.model_dump_json(by_alias=True))
+        click.echo(status.goodput.model_dump_json())
         return
     words = status.goodput_words or "not known: the script has not reported a step (report_step)"
     click.echo(f"{job_view.name}: goodput {words}")
@@ -790,7 +790,7 @@ def stacks(name: str | None, as_json: bool, target: Target) -> None:
             )
         pause.wait(0.2)
     if as_json:
-        click.echo(taken.model_dump_json(by_alias=True))
+        click.echo(taken.model_dump_json())
         return
     for line in taken.lines:
         click.echo(view.plain(line))
@@ -820,7 +820,7 @@ def evidence(name: str | None, as_json: bool, target: Target) -> None:
     with selected_job(target, name, quiet=as_json) as job:
         bundles = job.evidence()
     if as_json:
-        documents = [bundle.model_dump(mode="json", by_alias=True) for bundle in bundles]
+        documents = [bundle.model_dump(mode="json") for bundle in bundles]
         click.echo(json.dumps(documents))
         return
     if not bundles:

@@ -38,7 +38,7 @@ def test_a_flipped_bit_and_a_nan_take_the_job_back_to_a_good_checkpoint(place: P
         shown = run.cli("job", "goodput", "job")
         assert shown.startswith("job: goodput ")
         spent = json.loads(run.cli("job", "goodput", "job", "--json"))
-        assert sum(spent["seconds"].values()) == pytest.approx(spent["wallS"], abs=0.1)
+        assert sum(spent["seconds"].values()) == pytest.approx(spent["wall_s"], abs=0.1)
         kinds = {"productive", "program_startup", "wasted_progress", "checkpoint_save"}
         assert kinds | {"checkpoint_restore"} <= spent["seconds"].keys()
         assert run.wait() == 0
