@@ -152,7 +152,7 @@ class FakeCluster:
         self._faults: list[Fault] = []
         self._gates: list[list[Any]] = []
         self._news = asyncio.Event()
-        self._open: set[web.StreamResponse] = set()
+        self._open: dict[web.StreamResponse, Kind] = {}
         self._cut: tuple[int, bytes] = (0, b"")
         self._runner: web.AppRunner | None = None
         for name in ("default", "kube-system"):
@@ -266,9 +266,10 @@ class FakeCluster:
         self._wake()
 
     def say(self, event: str, obj: Obj) -> None:
-        """Send an event to all open watches immediately."""
-        for reply in list(self._open):
-            asyncio.get_running_loop().create_task(reply.write(_line(event, obj)))
+        """Send an event to all open watches immediately; that of a job only to those of jobs."""
+        for reply, kind in list(self._open.items()):
+            if obj.get("kind") in (kind.name, "Status", None):
+                asyncio.get_running_loop().create_task(reply.write(_line(event, obj)))
 
     def compact(self) -> None:
         """Discard all history: older watches and unfinished lists expire."""
@@ -592,7 +593,7 @@ class FakeCluster:
         reply = web.StreamResponse(headers={"Content-Type": "application/json"})
         reply.enable_chunked_encoding()
         await reply.prepare(request)
-        self._open.add(reply)
+        self._open[reply] = kind
         self.watches += 1
         cut = self._cut[0]
         try:
@@ -605,7 +606,7 @@ class FakeCluster:
         except ConnectionError:
             pass
         finally:
-            self._open.discard(reply)
+            self._open.pop(reply, None)
             self.watches -= 1
         return reply
 

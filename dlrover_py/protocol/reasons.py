@@ -55,6 +55,15 @@ class ConditionType(StrEnum):
     its Node, or taint it with ``node.kubernetes.io/out-of-service=nodeshutdown:NoExecute``.
     Kubernetes then ends its Pods.
     """
+    ALLOCATED = "Allocated"
+    """The job may have at least its minimum of nodes. The message says how many, and why. The
+    condition is shown if the operator [shares nodes among jobs](../autoscaling.md#on-kubernetes).
+
+    When False: The job is held back, with the reason in words.
+
+    What to do: Nothing: it starts or goes on when others have given nodes back. If it needs more
+    than the cluster has, lower ``minReplicas``.
+    """
     DEADLINE_EXCEEDED = "DeadlineExceeded"
     """[A deadline](../operations.md#deadlines) has passed, and the job ends as failed.
 
@@ -294,7 +303,10 @@ class ConditionReason(StrEnum):
     """``MasterReady``, Warning event: The master's Deployment cannot create the Pod, for another
     reason."""
     WAITING = "Waiting"
-    """``MasterReady``: Objects of a deleted job with the same name are still being deleted."""
+    """``MasterReady``, ``Allocated``: Objects of a deleted job with the same name are still being
+    deleted, or the job may not have nodes yet."""
+    HELD_BACK = "HeldBack"
+    """``Allocated``, Normal event: The job may have fewer nodes than its minimum for now."""
     AVAILABLE = "Available"
     """``MasterReady``, Normal event: The master serves its nodes."""
     FINISHED = "Finished"
@@ -346,7 +358,8 @@ class ConditionReason(StrEnum):
     NO_PROGRESS = "NoProgress"
     """``ScalingActive``: The script reports no steps, so its speed cannot be measured."""
     ALLOCATED = "Allocated"
-    """``ScalingActive``: The allocator of the cluster decides the size: the message says why."""
+    """``ScalingActive``, ``Allocated``, Normal event: The allocator of the cluster decides the size:
+    the message says why."""
     RESIZED = "Resized"
     """``ScalingActive``: The size was changed just now."""
     SIZE_ADVISED = "SizeAdvised"

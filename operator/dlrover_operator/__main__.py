@@ -70,7 +70,7 @@ async def _run(settings: Settings) -> None:
     raise_file_limit()
     pages = health.listen(settings.health)
     async with await KubeClient.connect() as api:
-        operator = Operator(api, settings.masters, settings.namespaces)
+        operator = Operator(api, settings.masters, settings.namespaces, shared=settings.shared)
         serving = server(health.app(operator))
         port = pages.getsockname()[1]
         where = ",".join(settings.namespaces) or "everywhere"

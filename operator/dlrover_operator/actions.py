@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dlrover_operator.observed import Obj
+from dlrover_py.protocol.autoscale import NodeAllocation
 from dlrover_py.protocol.job import ElasticJob
 
 What = Literal[
@@ -80,6 +81,13 @@ class DeleteJob:
 
 
 @dataclass(frozen=True, slots=True)
+class Allot:
+    """Write how many nodes the job may have; None: nothing limits it any more."""
+
+    allocation: NodeAllocation | None
+
+
+@dataclass(frozen=True, slots=True)
 class SetStatus:
     """Write the operator's complete part of the status."""
 
@@ -105,6 +113,7 @@ Action = (
     | DeleteMasterPod
     | DeletePods
     | DeleteJob
+    | Allot
     | SetStatus
     | RecordEvent
 )

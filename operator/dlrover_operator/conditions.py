@@ -33,6 +33,7 @@ STATES = frozenset(
         ConditionType.JOURNAL_WRITABLE,
         ConditionType.SUSPENDED,
         ConditionType.DEADLINE_EXCEEDED,
+        ConditionType.ALLOCATED,
         ConditionType.SUCCEEDED,
         ConditionType.FAILED,
         ConditionType.STOPPED,
@@ -109,6 +110,9 @@ class JobConditions:
         for own in (accepted := self._accepted(), self._master_state()):
             if not own.true and (own is accepted or own.reason not in UNDER_WAY):
                 return own.reason, own.message
+        if facts.held_back:
+            allocated = self._allocated()
+            return allocated.reason, allocated.message
         for condition in facts.conditions.values():
             if condition["type"] not in STATES and condition.get("status") == "True":
                 return condition["type"], condition.get("message", "")
@@ -156,6 +160,8 @@ class JobConditions:
         status |= {name: value for name, value in fields.items() if value is not None}
         changed = any(c != facts.conditions.get(c["type"]) for c, _ in written)
         changed |= any(facts.status.get(name) != value for name, value in fields.items())
+        types = {c["type"] for c, _ in written}
+        changed |= ConditionType.ALLOCATED in facts.conditions.keys() - types  # no longer allotted
         if changed:
             yield SetStatus(status)
         for condition, event in written:
@@ -186,7 +192,8 @@ class JobConditions:
         if not facts.runs and not self._accepted().true:
             return REFUSED
         published = facts.training.get("phase")
-        if published == JobPhase.SUSPENDED and not facts.suspend:
+        rests = facts.suspend or (facts.job is not None and facts.job.rests)
+        if published == JobPhase.SUSPENDED and not rests:
             return JobPhase.PENDING.value  # the master has not reported since the resume
         if published:
             return str(published)
@@ -198,14 +205,16 @@ class JobConditions:
     def _conditions_to_write(self) -> Iterator[DesiredCondition]:
         """Yield the conditions that the operator writes.
 
-        ``Accepted`` and ``MasterReady`` are always written. ``PodsLeft``, ``Suspended``,
-        ``DeadlineExceeded`` and ``Failed`` are written only when they apply. ``Suspended`` is False
+        ``Accepted`` and ``MasterReady`` are always written. ``Allocated``, ``PodsLeft``,
+        ``Suspended``, ``DeadlineExceeded`` and ``Failed`` are written only when they apply. ``Suspended`` is False
         until no node, Pod or master is left, and again after the suspension. ``Failed`` is left to
         the master if it has reported the failure.
         """
         facts = self._facts
         yield self._accepted()
         yield self._master_ready()
+        if facts.seen.allotted and not (facts.ended or facts.suspend or facts.refused):
+            yield self._allocated()
         if facts.ended or facts.suspend:
             yield from self._pods_left()
         if facts.suspend and not facts.ended:
@@ -249,6 +258,20 @@ class JobConditions:
                     ConditionReason.DEADLINE_EXCEEDED,
                     self.passed_deadline[1],
                 )
+
+    def _allocated(self) -> DesiredCondition:
+        """Return the condition ``Allocated`` of a job to which the operator allots nodes."""
+        facts = self._facts
+        granted = facts.job.allocation if facts.job is not None else None
+        if granted is None:
+            message = "the allocator has not decided yet"
+            return DesiredCondition(
+                ConditionType.ALLOCATED, False, ConditionReason.WAITING, message
+            )
+        reason = ConditionReason.HELD_BACK if facts.held_back else ConditionReason.ALLOCATED
+        return DesiredCondition(
+            ConditionType.ALLOCATED, not facts.held_back, reason, granted.reason, "Normal"
+        )
 
     def _pods_left(self) -> Iterator[DesiredCondition]:
         """Yield the condition ``PodsLeft``; nothing while its Pods still have time to end.
@@ -353,6 +376,8 @@ class JobConditions:
         deployment = facts.deployment
         if facts.refused is not None and not facts.runs:
             return not_ready(ConditionReason.REFUSED)
+        if facts.held_back and facts.scaled_to_zero:
+            return not_ready(ConditionReason.WAITING, "the master starts when it may have nodes")
         if deployment is None:
             return not_ready(ConditionReason.CREATING)
         if deployment.available:

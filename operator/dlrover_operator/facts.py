@@ -64,7 +64,9 @@ class JobFacts:
         self.runs = not self.scaled_to_zero or self.training.get("phase") in ACTIVE_PHASES
         if self.refused is not None and self.runs:
             self.job = _bare(seen.job)
-        self.ended = self._ended()
+        self.ended = final_phase(self.status)
+        self.held_back = self._held_back()
+        """Whether the allocator gives the job fewer nodes than its minimum, or has not decided."""
         self.start = self._start()
         self.pending_since = self._pending_since()
         self.deadline = self._passed_deadline()
@@ -123,28 +125,26 @@ class JobFacts:
             self.masterless_since + limit_s
         )
 
-    def _ended(self) -> str:
-        """Return the final phase of a job that has ended; otherwise "".
-
-        The conditions ``Failed`` and ``Succeeded`` come first, then the phase that the master has
-        reported. The phase in the status counts last, and only with a completion time.
-        """
-        for phase in (JobPhase.FAILED, JobPhase.SUCCEEDED):
-            if self.is_true(phase.value):
-                return phase.value
-        if self.training.get("phase") in ENDED_PHASES:
-            return str(self.training["phase"])
-        written = self.status.get("phase")
-        return str(written) if written in ENDED_PHASES and self.status.get("completionTime") else ""
+    def _held_back(self) -> bool:
+        """Return whether the operator allots nodes to the job, and it must not run for now."""
+        return (
+            self.seen.allotted
+            and self.job is not None
+            and self.refused is None
+            and not self.ended
+            and not self.suspend
+            and (self.job.allocation is None or self.job.rests)
+        )
 
     def _start(self) -> float | None:
         """Return the time at which the job started or was resumed; None if it has not started.
 
         It is the present time when the job starts. A refused job without a master does not start,
-        and a suspended one without a master has no start. An ended job keeps what the status says.
+        and a suspended one without a master has no start. A job that has ended, or is held back
+        without a master, keeps what the status says.
         """
         start = unix_seconds(self.status.get("startTime"))
-        if self.ended:
+        if self.ended or (self.held_back and self.scaled_to_zero):
             return start
         if self.suspend and self.scaled_to_zero:
             return None
@@ -160,9 +160,10 @@ class JobFacts:
         The operator's own time is used, because the master's clock may differ.
 
         Returns:
-            None if training runs, or if the job has ended or not started.
+            None if training runs, or if the job has ended, has not started or is held back.
         """
-        if self.ended or self.start is None or self.is_true(ConditionType.RUNNING):
+        running = self.is_true(ConditionType.RUNNING)
+        if self.ended or self.start is None or self.held_back or running:
             return None
         known = unix_seconds(self.status.get("pendingSince"))
         first = self.now if ConditionType.RUNNING in self.conditions else self.start
@@ -269,6 +270,23 @@ class JobFacts:
         Those that have ended, or are ending, are among them.
         """
         return [pod for pod in self.seen.pods if pod.replica_set.startswith(f"{self.name}-")]
+
+
+def final_phase(status: Obj) -> str:
+    """Return the final phase of a job that has ended, by its status; otherwise "".
+
+    The conditions ``Failed`` and ``Succeeded`` come first, then the phase that the master has
+    reported. The phase in the status counts last, and only with a completion time.
+    """
+    conditions = {c["type"]: c.get("status") for c in status.get("conditions") or ()}
+    for phase in (JobPhase.FAILED, JobPhase.SUCCEEDED):
+        if conditions.get(phase.value) == "True":
+            return phase.value
+    reported = (status.get("training") or {}).get("phase")
+    if reported in ENDED_PHASES:
+        return str(reported)
+    written = status.get("phase")
+    return str(written) if written in ENDED_PHASES and status.get("completionTime") else ""
 
 
 def _bare(obj: Obj) -> ElasticJob | None:

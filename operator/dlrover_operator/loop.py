@@ -17,7 +17,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.metrics_core import GaugeMetricFamily
 
-from dlrover_operator import actions, credentials, manifests, plan
+from dlrover_operator import actions, allotment, credentials, manifests, plan
+from dlrover_operator.allotment import Key, SharedHosts
 from dlrover_operator.manifests import Options
 from dlrover_operator.observed import (
     Deployment,
@@ -28,6 +29,7 @@ from dlrover_operator.observed import (
     WorkerPod,
 )
 from dlrover_operator.plan import JobPlan
+from dlrover_operator.sharing import Sharing
 from dlrover_operator.timing import OperatorTiming
 from dlrover_operator.workqueue import WorkQueue
 from dlrover_py.kubernetes import errors, kinds
@@ -44,9 +46,8 @@ from dlrover_py.protocol.status import rfc3339, unix_seconds
 
 log = logging.getLogger("operator")
 
-Key = tuple[str, str]
-"""Namespace and name of a job."""
-
+ALLOT: Key = ("", "")
+"""Key in the queue for the decision how many nodes each job may have."""
 WORKERS = 8
 """Number of jobs that are processed at the same time."""
 RESYNC_S = 30.0
@@ -122,6 +123,7 @@ class Operator:
         options: Options,
         namespaces: tuple[str, ...] = (),
         *,
+        shared: SharedHosts | None = None,
         registry: CollectorRegistry | None = None,
         timing: OperatorTiming | None = None,
     ) -> None:
@@ -131,6 +133,7 @@ class Operator:
             api: client of the API server.
             options: settings for all masters.
             namespaces: namespaces whose jobs are managed; empty: all namespaces.
+            shared: hosts that the jobs share; None: each job takes what it finds.
             registry: registry of the metrics; None: a new one.
             timing: times of the operator; None: the defaults.
         """
@@ -156,6 +159,16 @@ class Operator:
         self._account_created_at: dict[Key, float] = {}
         """Creation time of a master's ServiceAccount."""
         self._metrics = _OperatorMetrics(self)
+        self._sharing: Sharing | None = None
+        """What the jobs share; None if no nodes are allotted."""
+        if shared is not None:
+            self._sharing = Sharing(
+                api,
+                shared,
+                self._scopes,
+                changed=self._allot_soon,
+                failed=lambda kind: self._metrics.watch_errors.labels(kind.plural).inc(),
+            )
 
     # --- Start and health ---
 
@@ -169,6 +182,8 @@ class Operator:
             for watch in WATCHES:
                 for scope in self._scopes:
                     tasks.create_task(self._follow(watch, scope))
+            if self._sharing is not None:
+                tasks.create_task(self._sharing.follow())
             for _ in range(WORKERS):
                 tasks.create_task(self._work())
 
@@ -217,7 +232,8 @@ class Operator:
                     case Listed(items):
                         self._replace_all(watch.kind, scope, items)
                     case Changed(item):
-                        self._keep(watch.kind, item)
+                        if not self._is_outdated(watch.kind, item):
+                            self._keep(watch.kind, item)
                     case Gone(item):
                         self._drop(watch.kind, item)
 
@@ -238,6 +254,16 @@ class Operator:
         if self.ready:  # before, a job could seem to have no master
             for key in self._cache[JOBS]:
                 self._queue.add(key)
+            self._allot_soon()
+
+    def _is_outdated(self, kind: Kind, item: _QueueItem) -> bool:
+        """Return whether a job is older than in the view, which has the answers to allotments."""
+        held = self._cache[kind].get(item.key, {}).get(item.name)
+        if kind is not JOBS or held is None:
+            return False
+        old, new = held.view["metadata"], item.view["metadata"]
+        same = old["uid"] == new["uid"]
+        return same and int(new["resourceVersion"]) < int(old["resourceVersion"])
 
     def _keep(self, kind: Kind, item: _QueueItem) -> None:
         """Add an object to the view, or replace it.
@@ -247,6 +273,7 @@ class Operator:
         self._cache[kind].setdefault(item.key, {})[item.name] = item
         if self.ready:
             self._queue.add(item.key)
+            self._allot_soon()
 
     def _drop(self, kind: Kind, item: _QueueItem) -> None:
         """Remove an object from the view; one that is not there is ignored.
@@ -259,6 +286,7 @@ class Operator:
             self._cache[kind].pop(item.key, None)
         if self.ready:
             self._queue.add(item.key)
+            self._allot_soon()
 
     def _observed(self, key: Key) -> ObservedJob | None:
         """Return the view of one job; None if the job does not exist. No request is made.
@@ -285,6 +313,7 @@ class Operator:
             account_created_at=self._account_created_at.get(key, 0.0),
             refused=self._last_errors[key].message if key in self._last_errors else "",
             jobs=len(self._cache[JOBS]),
+            allotted=self._sharing is not None and allotment.takes_part(job),
             # Spread over time after a start of the operator: a check makes six requests per job.
             rights_checked_at=self._rights_checked_at.setdefault(
                 key, self._api.wall() + random_delay_s(0, self._timing.rights_interval_s)
@@ -322,6 +351,8 @@ class Operator:
             action was refused; ``retry`` after an error that may pass, or if the status could not
             be written; otherwise ``done``, or ``unchanged`` if the plan was empty.
         """
+        if key == ALLOT:
+            return await self._allot()
         seen = self._observed(key)
         if seen is None:
             self._failures.pop(key, None)
@@ -376,6 +407,34 @@ class Operator:
             wait_s = min(wait_s, max(job_plan.wake_at - now, 0.05))
         self._queue.add_after(key, wait_s)
         return "done" if job_plan.actions or job_plan.status else "unchanged"
+
+    def _allot_soon(self) -> None:
+        """Decide soon how many nodes each job may have, if nodes are allotted at all."""
+        if self._sharing is not None:
+            self._queue.add_after(ALLOT, self._timing.allot_after_s)
+
+    async def _allot(self) -> str:
+        """Write how many nodes each job may have; return the result for the metrics.
+
+        Nothing is written before all objects were listed once. A refusal of one job does not keep
+        the others from their allocations: each of them is right without the rest.
+        """
+        if self._sharing is None or not (self.ready and self._sharing.ready):
+            return "unchanged"  # the next list causes a decision
+        now = self._api.wall()
+        jobs = {key: named[key[1]].view for key, named in self._cache[JOBS].items()}
+        writes = self._sharing.writes(jobs.values(), now)
+        failure: KubeError | None = None
+        for key, allocation in writes.items():
+            try:
+                await self._do(key, jobs[key], actions.Allot(allocation))
+            except KubeError as error:
+                failure = error
+        if failure is not None:
+            return self._retry_later(ALLOT, failure)
+        self._failures.pop(ALLOT, None)
+        self._queue.add_after(ALLOT, random_delay_s(0.8 * RESYNC_S, RESYNC_S))
+        return "done" if writes else "unchanged"
 
     def _plan(self, seen: ObservedJob, now: float) -> JobPlan:
         """Return the plan for a job."""
@@ -467,6 +526,17 @@ class Operator:
                 await self._delete_pods(key, job)
             case actions.DeleteJob(its):
                 await api.delete(JOBS, name, namespace, uid=its, propagation="Background")
+            case actions.Allot(allocation):
+                meta = {"name": name, "namespace": namespace, "uid": uid}
+                granted = None if allocation is None else allocation.model_dump(by_alias=True)
+                there = await api.apply(
+                    JOBS,
+                    {"metadata": meta, "status": {"allocation": granted} if granted else {}},
+                    manager=names.ALLOCATOR_MANAGER,
+                    subresource="status",
+                )
+                if granted:  # the next decision must know it, even before the watch tells
+                    self._keep(JOBS, _QueueItem(key, name, _without_unused(there)))
             case actions.SetStatus(status):
                 meta = {"name": name, "namespace": namespace, "uid": uid}
                 await api.apply(
@@ -661,7 +731,7 @@ def _without_unused(obj: Obj) -> Obj:
     status = obj.get("status") or {}
     training = status.get("training")
     if training:
-        kept = ("phase", "generation", "endedAt", "leftOut", "nodesInRound", "desired")
+        kept = ("phase", "generation", "endedAt", "leftOut", "nodesInRound", "desired", "speed")
         lean = {k: training[k] for k in kept if k in training}
         lean["nodes"] = [{"phase": n.get("phase")} for n in training.get("nodes") or ()]
         status = status | {"training": lean}

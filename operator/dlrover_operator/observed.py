@@ -48,7 +48,7 @@ class Deployment:
         ]
         return cls(
             uid=meta["uid"],
-            owner=_owner(meta),
+            owner=owner(meta),
             version=meta.get("resourceVersion", ""),
             replicas=spec.get("replicas", 1),
             available=(status.get("availableReplicas") or 0) > 0,
@@ -73,7 +73,7 @@ class Service:
         """Return the view of an object."""
         meta = obj["metadata"]
         address = (obj.get("spec") or {}).get("clusterIP") or ""
-        return cls(uid=meta["uid"], owner=_owner(meta), address=address)
+        return cls(uid=meta["uid"], owner=owner(meta), address=address)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +197,8 @@ class ObservedJob:
     """Number of ElasticJobs in the operator's namespaces."""
     remaining_pods: tuple[WorkerPod, ...] | None = None
     """Worker Pods that hold resources; None if they were not listed."""
+    allotted: bool = False
+    """Whether the operator decides how many nodes the job may have."""
 
 
 def _termination_message(ended: Obj) -> str:
@@ -205,7 +207,7 @@ def _termination_message(ended: Obj) -> str:
     return (ended.get("message") or "").strip() or code
 
 
-def _owner(meta: Obj) -> str:
+def owner(meta: Obj) -> str:
     """Return the uid of the ElasticJob that owns an object; empty if there is none."""
     for reference in meta.get("ownerReferences") or ():
         if reference.get("kind") == names.KIND:

@@ -12,6 +12,7 @@ refused          The spec cannot be used. Nothing is made. A job that runs alrea
                  the objects that its master needs are kept.
 running          The Service exists, then the Deployment, which contains the Service's address. Both
                  are made again if they are deleted.
+held back        The allocator gives it no nodes, or has not decided yet. No master is made for it.
 suspended        The master stops its nodes and reports it. Then the Deployment is scaled to 0. At a
                  resume it is planned again from the spec, with this operator's version.
 too late         ``DeadlineExceeded`` is set, and the master ends the job. If there is no master,
@@ -32,6 +33,7 @@ from dataclasses import dataclass
 from dlrover_operator import manifests
 from dlrover_operator.actions import (
     Action,
+    Allot,
     Create,
     DeleteJob,
     DeleteMasterPod,
@@ -130,11 +132,14 @@ class _Planner:
     def _actions(self) -> Iterator[Action]:
         """Yield the actions for the present state of the job.
 
-        The first state that applies counts: ended, past a deadline, suspended, running. A job that
+        The first state that applies counts: ended, past a deadline, suspended, held back, running.
+        An allocation is removed first if the operator allots no nodes any more. A job that
         must run has no actions if its spec is refused before it runs, or if its master's name
         belongs to another object.
         """
         facts = self._facts
+        if ConditionType.ALLOCATED in facts.conditions and not (facts.seen.allotted or facts.ended):
+            yield Allot(None)  # the allocator was switched off, or the job has opted out
         if facts.ended:
             yield from self._end()
         elif self._conditions.passed_deadline:
@@ -153,6 +158,8 @@ class _Planner:
                     yield from self._scale_to_zero()
                 else:
                     yield from self._stop_without_master()
+        elif facts.held_back and facts.scaled_to_zero:
+            pass  # it starts when it may have nodes
         elif facts.job is not None and not facts.foreign:
             yield from self._run(facts.job)
 

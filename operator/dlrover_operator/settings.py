@@ -4,7 +4,9 @@ import argparse
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal
 
+from dlrover_operator.allotment import SharedHosts, quantity
 from dlrover_operator.manifests import Options
 from dlrover_py.protocol import json_text
 from dlrover_py.protocol.errors import ConfigError
@@ -25,6 +27,8 @@ class Settings:
     health: str
     """``host:port`` of the health and metrics pages."""
     log_level: str
+    shared: SharedHosts | None = None
+    """Hosts that the jobs share; None: no nodes are allotted."""
 
     @classmethod
     def parse(cls, argv: Sequence[str] | None = None) -> "Settings":
@@ -38,7 +42,8 @@ class Settings:
 
         Raises:
             ConfigError: ``--master-resources`` is no JSON object, or has other fields than
-                ``requests`` and ``limits``. The values of these fields are not checked.
+                ``requests`` and ``limits``. The values of these fields are not checked. Or both
+                ways to say what jobs share are given, or ``--allocator-slot`` without hosts.
         """
         args = _parser().parse_args(argv)
         options = Options(
@@ -51,7 +56,7 @@ class Settings:
         if args.master_resources:
             options = replace(options, resources=_resources(args.master_resources))
         namespaces = tuple(dict.fromkeys(args.namespace))
-        return cls(options, namespaces, args.health, args.log_level)
+        return cls(options, namespaces, args.health, args.log_level, _shared(args))
 
 
 def _resources(text: str) -> dict[str, object]:
@@ -70,6 +75,52 @@ def _resources(text: str) -> dict[str, object]:
             "container has them"
         )
     return resources
+
+
+def _shared(args: argparse.Namespace) -> SharedHosts | None:
+    """Return what the jobs share; None if nothing is said.
+
+    Raises:
+        ConfigError: the options contradict each other.
+    """
+    if args.allocator_capacity and args.allocator_nodes:
+        raise ConfigError(
+            "--allocator-capacity and --allocator-nodes: expected one of them, found both"
+        )
+    if args.allocator_slot and not args.allocator_nodes:
+        raise ConfigError("--allocator-slot needs --allocator-nodes: found no labels of hosts")
+    if not (args.allocator_capacity or args.allocator_nodes):
+        return None
+    return SharedHosts(
+        capacity=args.allocator_capacity,
+        selector=args.allocator_nodes,
+        slot=dict(args.allocator_slot),
+        hold_s=args.allocator_hold,
+    )
+
+
+def _slot(text: str) -> tuple[str, Decimal]:
+    """Return a resource and its amount, from a text such as ``nvidia.com/gpu=8``.
+
+    Raises:
+        ArgumentTypeError: the text has another form, or the amount is not above 0.
+    """
+    resource, _, amount = text.rpartition("=")
+    with contextlib.suppress(ValueError):
+        if resource and (size := quantity(amount)) > 0:
+            return resource, size
+    raise argparse.ArgumentTypeError(f"{text!r}: expected RESOURCE=QUANTITY: nvidia.com/gpu=8")
+
+
+def _count(text: str) -> int:
+    """Return a number of nodes of at least 0.
+
+    Raises:
+        ArgumentTypeError: the text is no such number.
+    """
+    if text.isdecimal():
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r}: expected a number of nodes")
 
 
 def _seconds(text: str) -> float:
@@ -137,6 +188,36 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="interval between two writes of a job's progress into its status; with more than 500 "
         "jobs it grows with their number (default: %(default)g)",
+    )
+    p.add_argument(
+        "--allocator-capacity",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="allot N nodes to the jobs (default: no nodes are allotted)",
+    )
+    p.add_argument(
+        "--allocator-nodes",
+        default="",
+        metavar="SELECTOR",
+        help="allot the hosts with these labels to the jobs",
+    )
+    p.add_argument(
+        "--allocator-slot",
+        type=_slot,
+        action="append",
+        default=[],
+        metavar="RESOURCE=QUANTITY",
+        help="what a node of a job takes of a host; may be given several times (default: the whole "
+        "host)",
+    )
+    p.add_argument(
+        "--allocator-hold",
+        type=_seconds,
+        default=300.0,
+        metavar="SECONDS",
+        help="time for which a size is kept that was chosen for the sake of speed "
+        "(default: %(default)g)",
     )
     p.add_argument("--log-level", default="INFO", choices=LEVELS)
     return p

@@ -23,6 +23,8 @@ class OperatorTiming:
     address_lost_after_s: float = 120.0
     """Time of refusals after which the address of a Service is considered lost to another Service.
     A server may take some time to free the address of a deleted Service."""
+    allot_after_s: float = 1.0
+    """Time after a change until nodes are allotted again, with all changes in between."""
     api_server_start_s: float = API_SERVER_START_S
     """Time for which a missing permission may be caused by the start of the API server."""
 

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import yaml
 
 from dlrover_operator import loop, manifests, settings
+from dlrover_operator.allotment import SharedHosts
 from dlrover_py import __version__
 from dlrover_py.kubernetes.kinds import Kind
 from dlrover_py.protocol.job import ElasticJob
@@ -82,7 +84,23 @@ BARE: Obj = {
     "metrics": {"service": {"enabled": False}},
     "fullnameOverride": "op",
 }
-MATRIX: dict[str, Obj] = {"default": {}, "full": FULL, "namespaced": NAMESPACED, "bare": BARE}
+ALLOCATOR: Obj = {
+    "allocator": {
+        "enabled": True,
+        "nodeSelector": {"pool": "a", "gpu": ""},
+        "slot": {"g/gpu": "4", "cpu": "500m"},
+        "holdSeconds": 20,
+    },
+    "watchNamespaces": ["a"],
+    "crds": {"enabled": False},
+}
+MATRIX: dict[str, Obj] = {
+    "default": {},
+    "full": FULL,
+    "namespaced": NAMESPACED,
+    "bare": BARE,
+    "allocator": ALLOCATOR,
+}
 
 
 def find(tool: str) -> str:
@@ -182,6 +200,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     (OPERATOR, "container-ephemeral-storage-request-and-limit"): "its root is read-only",
     (TEST, "container-ephemeral-storage-request-and-limit"): "its root is read-only",
     (OPERATOR, "deployment-replicas"): "jobs do not need it to go on",
+    (OPERATOR, "deployment-strategy"): "an allocator may run once only; jobs go on without it",
     (OPERATOR, "deployment-has-host-podantiaffinity"): "a value; one operator by default",
     (TEST, "pod-networkpolicy"): "it lives for a minute, and nobody calls it",
     (OPERATOR, "container-security-context-user-group-id"): "the image's user is 65532, and not "
@@ -258,6 +277,30 @@ def test_the_operator_understands_its_arguments() -> None:
     assert full.log_level == "DEBUG"
     assert namespaced.namespaces == ("a", "b")
     assert default.health.rpartition(":")[2] == "8080", "what probes and Service say"
+
+
+def test_what_jobs_share_arrives() -> None:
+    def parsed(allocator: Obj) -> SharedHosts | None:
+        (container,) = operator(rendered({"allocator": allocator}))["spec"]["containers"]
+        return settings.Settings.parse(container["args"]).shared
+
+    assert parsed({}) is None
+    assert parsed({"enabled": False, "capacity": 6}) is None
+    assert parsed({"enabled": True, "capacity": 6}) == SharedHosts(capacity=6)
+    assert parsed(ALLOCATOR["allocator"]) == SharedHosts(
+        selector="gpu=,pool=a", slot={"g/gpu": Decimal(4), "cpu": Decimal("0.5")}, hold_s=20.0
+    )
+    (deployment,) = of_kind(rendered(ALLOCATOR), "Deployment")
+    assert deployment["spec"]["strategy"] == {"type": "Recreate"}
+
+
+def test_only_who_shares_hosts_by_labels_may_read_all_hosts() -> None:
+    (role,) = of_kind(rendered(ALLOCATOR), "ClusterRole")
+    assert flat(role["rules"]) == {("", "nodes", verb) for verb in ("get", "list", "watch")}
+    (binding,) = of_kind(rendered(ALLOCATOR), "ClusterRoleBinding")
+    assert binding["roleRef"]["name"] == role["metadata"]["name"] == "system-dlrover-operator-hosts"
+    given = rendered({"allocator": {"enabled": True, "capacity": 6}} | NAMESPACED)
+    assert of_kind(given, "ClusterRole") == []
 
 
 def test_the_pod_gets_what_is_asked_for() -> None:
@@ -353,6 +396,10 @@ def test_a_namespaced_install_touches_nothing_of_the_cluster() -> None:
         ({"metrics": {"serviceMonitor": {"interval": "often"}}}, "interval"),
         ({"metrics": {"prometheusRule": {"leaveOut": ["Watchdog"]}}}, "leaveOut"),
         ({"crds": {"enabled": "yes"}}, "crds"),
+        ({"allocator": {"slot": {"g/gpu": "four"}}}, "slot"),
+        ({"allocator": {"enabled": True}}, "needs allocator.capacity or allocator.nodeSelector"),
+        ({"allocator": {"enabled": True, "capacity": 6, "slot": {"cpu": "1"}}}, "stands alone"),
+        ({"allocator": {"enabled": True, "capacity": 6}, "replicas": 2}, "needs replicas: 1"),
     ],
 )
 def test_mistakes_are_refused(values: Obj, words: str) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 from dlrover_operator import manifests
+from dlrover_operator.allotment import SharedHosts
 from dlrover_operator.loop import WATCHES, Operator
 from dlrover_operator.manifests import Options
 from dlrover_operator.timing import OperatorTiming
@@ -85,9 +86,12 @@ class OpenOperator(Operator):
 
 @asynccontextmanager
 async def operator(
-    kube: KubeClient, *namespaces: str, timing: OperatorTiming | None = None
+    kube: KubeClient,
+    *namespaces: str,
+    timing: OperatorTiming | None = None,
+    shared: SharedHosts | None = None,
 ) -> AsyncIterator[OpenOperator]:
-    made = OpenOperator(kube, OPTIONS, namespaces, timing=timing)
+    made = OpenOperator(kube, OPTIONS, namespaces, timing=timing, shared=shared)
     running = asyncio.create_task(made.run())
     try:
         await until(lambda: made.ready, "a ready operator")

@@ -1,0 +1,229 @@
+"""How many nodes each job may have: from the objects of a cluster to allocations (pure functions).
+
+What is decided is written into ``status.allocation`` of the jobs, and is read from there for the
+next decision. Nothing else is kept, so the operator may die between any two writes.
+
+A host is free once no Pod on it is observed. Numbers are lowered first. While one must be lowered,
+none is raised, so a host is never promised twice.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import Self
+
+from pydantic import ValidationError
+
+from dlrover_operator.facts import ACTIVE_PHASES, final_phase
+from dlrover_operator.observed import Obj, owner
+from dlrover_py.allocator import Demand, Pool, allocate, demand_of
+from dlrover_py.protocol import names
+from dlrover_py.protocol.autoscale import NodeAllocation
+from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.protocol.status import MeasuredSpeed, unix_seconds
+
+Key = tuple[str, str]
+"""Namespace and name of a job."""
+
+SUSPENDED = "held back: the job was suspended"
+"""Reason of a job with ``suspend: true``, which must not take its old nodes when it resumes."""
+_DECIMAL = {"n": -9, "u": -6, "m": -3, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
+_BINARY = {"Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40, "Pi": 50, "Ei": 60}
+
+
+@dataclass(frozen=True, slots=True)
+class SharedHosts:
+    """The settings of the administrator: what jobs share."""
+
+    capacity: int = 0
+    """Number of nodes that all jobs may have together; 0: as many as the hosts have room for."""
+    selector: str = ""
+    """Label selector of the hosts, if ``capacity`` is 0."""
+    slot: Mapping[str, Decimal] = field(default_factory=dict)
+    """What a node of a job takes of a host, by resource; empty: the whole host."""
+    hold_s: float = 300.0
+    """Seconds for which a size is kept that was chosen for the sake of speed."""
+
+
+def quantity(text: str) -> Decimal:
+    """Return a quantity of Kubernetes, such as ``500m``, ``8`` or ``64Gi``, as a number.
+
+    Raises:
+        ValueError: the text is no quantity.
+    """
+    number, power, base = text, 0, 10
+    if text[-2:] in _BINARY:
+        number, power, base = text[:-2], _BINARY[text[-2:]], 2
+    elif text[-1:] in _DECIMAL:
+        number, power = text[:-1], _DECIMAL[text[-1:]]
+    try:
+        found = Decimal(number) * Decimal(base) ** power
+    except ArithmeticError as error:
+        raise ValueError(f"{text!r}: expected a quantity such as 500m, 8 or 64Gi") from error
+    if not found.is_finite():
+        raise ValueError(f"{text!r}: expected a quantity such as 500m, 8 or 64Gi")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """The view of a Kubernetes Node."""
+
+    name: str
+    slots: int
+    """Nodes of jobs for which it has room."""
+    open: bool
+    """Whether it takes new Pods: it is ready and not cordoned."""
+
+    @classmethod
+    def of(cls, obj: Obj, slot: Mapping[str, Decimal]) -> Self:
+        """Return the view of an object.
+
+        Args:
+            obj: the Kubernetes Node.
+            slot: what a node of a job takes of it, by resource; empty: the whole host.
+        """
+        status = obj.get("status") or {}
+        has = status.get("allocatable") or {}
+        rooms = [int(quantity(has.get(name, "0")) // size) for name, size in slot.items()]
+        ready = any(
+            c.get("type") == "Ready" and c.get("status") == "True"
+            for c in status.get("conditions") or ()
+        )
+        cordoned = bool((obj.get("spec") or {}).get("unschedulable"))
+        return cls(obj["metadata"]["name"], min(rooms, default=1), ready and not cordoned)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPod:
+    """The view of a worker's Pod."""
+
+    job: str
+    """Uid of the ElasticJob that owns it; empty if there is none."""
+    host: str
+    """Name of its host; empty if it has none yet."""
+    holds: bool
+    """Whether it holds resources: it has not ended."""
+
+    @classmethod
+    def of(cls, obj: Obj) -> Self:
+        """Return the view of an object."""
+        return cls(
+            owner(obj["metadata"]),
+            (obj.get("spec") or {}).get("nodeName") or "",
+            (obj.get("status") or {}).get("phase") not in ("Succeeded", "Failed"),
+        )
+
+
+def takes_part(job: Obj) -> bool:
+    """Return whether nodes are allotted to a job: it is run here, and has not opted out."""
+    note = (job["metadata"].get("annotations") or {}).get(names.NOTE_ALLOCATION)
+    return note != "off" and (job.get("spec") or {}).get("managedBy") in (None, names.MANAGED_BY)
+
+
+def decide(
+    jobs: Iterable[Obj],
+    hosts: Iterable[Host],
+    pods: Iterable[HeldPod],
+    shared: SharedHosts,
+    now: float,
+) -> dict[Key, NodeAllocation]:
+    """Return the allocations that must change now, by job. Nothing is carried out.
+
+    If some jobs must give nodes back, no other job gets more yet. A job that was not started yet,
+    and is held back, gets an allocation of 0 nodes with the reason.
+
+    Args:
+        jobs: all ElasticJobs.
+        hosts: the hosts that jobs share, unless the number of nodes is given.
+        pods: all Pods of workers.
+        shared: the settings.
+        now: Unix time.
+    """
+    holding = [pod for pod in pods if pod.holds]
+    held = Counter(pod.job for pod in holding)
+    found: dict[Key, NodeAllocation] = {}
+    demands: dict[Key, tuple[Demand, NodeAllocation | None]] = {}
+    reserved = 0
+    for obj in jobs:
+        meta = obj["metadata"]
+        key = meta["namespace"], meta["name"]
+        pods_of_job = held.pop(meta["uid"], 0)
+        granted = ElasticJob.allocation_in(obj)
+        demand = _demand(obj, pods_of_job)
+        if isinstance(demand, int):
+            reserved += demand
+            if granted is not None and granted.nodes and _suspended(obj):
+                found[key] = NodeAllocation(nodes=0, reason=SUSPENDED, since=now)
+        else:
+            standbys = (obj["spec"]["replicaSpecs"]["worker"]).get("standbyReplicas") or 0
+            reserved += standbys
+            demands[key] = demand, granted
+    reserved += sum(held.values())  # of jobs that are gone
+    total = shared.capacity or _room(hosts, holding)
+    pool = Pool(name="hosts", nodes=max(0, total - reserved))
+    sizes = allocate([d for d, _ in demands.values()], [pool], now, hold_s=shared.hold_s)
+    for key, (demand, granted) in demands.items():
+        one = sizes[demand.name]
+        if granted is None or granted.nodes != one.nodes:
+            found[key] = NodeAllocation(nodes=one.nodes, reason=one.reason, since=now)
+        elif granted.reason != one.reason:
+            found[key] = granted.model_copy(update={"reason": one.reason})
+
+    def before(key: Key) -> int:
+        demand, granted = demands[key]
+        return demand.size if granted is None else granted.nodes
+
+    if any(key not in demands or one.nodes < before(key) for key, one in found.items()):
+        return {k: o for k, o in found.items() if k not in demands or o.nodes <= before(k)}
+    return found
+
+
+def _suspended(job: Obj) -> bool:
+    """Return whether a job that has not ended is to be suspended."""
+    return (job.get("spec") or {}).get("suspend") is True and takes_part(job)
+
+
+def _demand(job: Obj, pods: int) -> Demand | int:
+    """Return what a job asks for, or the number of nodes that must be kept free for it.
+
+    It asks for nothing if it has ended, is suspended, takes no part or cannot be read.
+
+    Args:
+        job: the ElasticJob.
+        pods: Pods of its workers that hold resources.
+    """
+    meta, status = job["metadata"], job.get("status") or {}
+    training = status.get("training") or {}
+    if final_phase(status) or meta.get("deletionTimestamp") or _suspended(job):
+        return pods
+    # Until a master reports that it wants fewer nodes, it may create those that are missing.
+    wanted = training.get("desired", 0) if training.get("phase") in ACTIVE_PHASES else 0
+    if not takes_part(job):
+        return max(pods, wanted)
+    try:
+        read = ElasticJob.read(job)
+    except ConfigError:
+        granted = ElasticJob.allocation_in(job)
+        return max(pods, wanted, 0 if granted is None else granted.nodes)
+    try:
+        speed = MeasuredSpeed.model_validate(training.get("speed"))
+    except ValidationError:
+        speed = None
+    return demand_of(
+        read,
+        speed,
+        queued_at=unix_seconds(meta.get("creationTimestamp")) or 0.0,
+        size=max(pods - read.worker.standby_replicas, wanted),
+    )
+
+
+def _room(hosts: Iterable[Host], pods: Iterable[HeldPod]) -> int:
+    """Return the number of nodes for which the hosts have room, those that exist included.
+
+    A host that takes no new Pods counts with the Pods that it has.
+    """
+    here = Counter(pod.host for pod in pods)
+    return sum(h.slots if h.open else min(h.slots, here[h.name]) for h in hosts)

@@ -1,0 +1,303 @@
+"""What the operator allots: never more than there is, minima first, and nothing lost by a death."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from dlrover_operator.allotment import HeldPod, Host, Key, SharedHosts, decide, quantity, takes_part
+from dlrover_operator.settings import Settings
+from dlrover_py.protocol.autoscale import NodeAllocation
+from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.status import rfc3339
+from tests.builders import job_file
+
+NOW = 1.8e9
+Obj = dict[str, Any]
+
+
+def job(name: str, most: int, least: int, *, age_s: float = 0.0, **spec: Any) -> Obj:
+    worker = {k: spec.pop(k) for k in ("priority", "standbyReplicas", "nodeUnit") if k in spec}
+    document = job_file(most, minReplicas=least, **worker)
+    created = rfc3339(NOW - age_s)
+    document["metadata"] = {"name": name, "namespace": "default", "uid": f"u-{name}"}
+    document["metadata"] |= {"creationTimestamp": created, "generation": 1}
+    document["spec"] |= spec
+    return document
+
+
+@dataclass
+class World:
+    """Jobs whose masters follow their allocations, each at its own pace."""
+
+    jobs: dict[str, Obj]
+    shared: SharedHosts
+    pods: dict[str, int] = field(default_factory=dict)
+    """Pods that hold resources, by name of the job."""
+    now: float = NOW
+
+    def decide(self) -> dict[Key, NodeAllocation]:
+        pods = [
+            HeldPod(f"u-{n}", "h", True) for n, count in self.pods.items() for _ in range(count)
+        ]
+        return decide(self.jobs.values(), (), pods, self.shared, self.now)
+
+    def write(self, writes: Mapping[Key, NodeAllocation]) -> None:
+        for (_, name), one in writes.items():
+            self.jobs[name].setdefault("status", {})["allocation"] = one.model_dump(by_alias=True)
+
+    def granted(self, name: str) -> int:
+        found = (self.jobs[name].get("status") or {}).get("allocation")
+        return 0 if found is None else int(found["nodes"])
+
+    def reason(self, name: str) -> str:
+        return str(self.jobs[name]["status"]["allocation"]["reason"])
+
+    def follow(self, names: Sequence[str] | None = None) -> None:
+        """Have masters report what they want, and their Pods come and go."""
+        for name in self.jobs if names is None else names:
+            granted = self.granted(name)
+            worker = self.jobs[name]["spec"]["replicaSpecs"]["worker"]
+            runs = granted >= worker["minReplicas"]
+            wanted = min(granted, worker["replicas"]) if runs else 0
+            training = {"phase": "Running" if runs else "Suspended", "desired": wanted}
+            self.jobs[name].setdefault("status", {})["training"] = training
+            self.pods[name] = wanted + (worker.get("standbyReplicas", 0) if runs else 0)
+
+    def promised(self) -> int:
+        """Return the nodes that exist or may be created."""
+        return sum(max(self.pods.get(name, 0), self.granted(name)) for name in self.jobs)
+
+    def settle(self) -> None:
+        for _ in range(60):
+            self.now += 400.0
+            writes = self.decide()
+            if not writes:
+                return
+            self.write(writes)
+            self.follow()
+        raise AssertionError("still moving")
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> World:
+    """Draw jobs that run as they were allotted, and jobs that have just arrived."""
+    jobs = {}
+    for index in range(draw(st.integers(1, 5))):
+        least = draw(st.integers(1, 5))
+        most = least + draw(st.integers(0, 5))
+        priority = draw(st.sampled_from(("0", "1", "high", "low")))
+        name, age_s = f"j{index}", float(draw(st.integers(0, 100)))
+        jobs[name] = job(name, most, least, age_s=age_s, priority=priority)
+    late = draw(st.sets(st.sampled_from(sorted(jobs))))
+    world = World({}, SharedHosts(capacity=draw(st.integers(1, 12))))
+    world.jobs = {name: one for name, one in jobs.items() if name not in late}
+    world.settle()
+    world.jobs |= {name: jobs[name] for name in late}
+    world.now += 400.0
+    return world
+
+
+@settings(max_examples=60, deadline=None)
+@given(worlds(), st.data())
+def test_no_host_is_promised_twice_whenever_the_operator_dies(
+    world: World, data: st.DataObject
+) -> None:
+    """Masters follow late or at once; the operator dies before any of its writes."""
+    total = world.shared.capacity
+    for _ in range(12):
+        writes = list(world.decide().items())
+        done = data.draw(st.integers(0, len(writes)), "writes before it dies")
+        world.write(dict(writes[:done]))
+        assert world.promised() <= total
+        world.follow(sorted(data.draw(st.sets(st.sampled_from(sorted(world.jobs))), "masters")))
+        assert world.promised() <= total
+        world.now += data.draw(st.sampled_from((1.0, 400.0)), "time")
+    world.settle()
+    for name, one in world.jobs.items():
+        worker = one["spec"]["replicaSpecs"]["worker"]
+        size = world.granted(name)
+        assert size == 0 or worker["minReplicas"] <= size <= worker["replicas"]
+        assert world.reason(name)
+
+
+@settings(max_examples=60, deadline=None)
+@given(worlds(), st.data())
+def test_who_comes_after_a_death_writes_the_rest(world: World, data: st.DataObject) -> None:
+    """The state lies in the status alone: after any part of the writes, the others follow."""
+    writes = list(world.decide().items())
+    assume(len(writes) > 1)
+    order = data.draw(st.permutations(writes))
+    done = data.draw(st.integers(1, len(writes)))
+    world.write(dict(order[:done]))
+    rest = {key: one.nodes for key, one in order[done:]}
+    again = {key: one.nodes for key, one in world.decide().items()}
+    assert {key: again.get(key) for key in rest} == rest
+    others = {key: nodes for key, nodes in again.items() if key not in rest}
+    assert others == {key: world.granted(key[1]) for key in others}, "only another reason"
+
+
+@settings(max_examples=60, deadline=None)
+@given(worlds())
+def test_minima_that_fit_are_given_by_priority(world: World) -> None:
+    """If a job is held back, those that are not less important leave no room for it."""
+    world.settle()
+    order = {"high": 1000, "1": 1, "0": 0, "low": -1000}
+
+    def rank(name: str) -> int:
+        return order[world.jobs[name]["spec"]["replicaSpecs"]["worker"]["priority"]]
+
+    def least(name: str) -> int:
+        return int(world.jobs[name]["spec"]["replicaSpecs"]["worker"]["minReplicas"])
+
+    for name in world.jobs:
+        if world.granted(name):
+            continue
+        before = [n for n in world.jobs if world.granted(n) and rank(n) >= rank(name)]
+        assert sum(map(least, before)) + least(name) > world.shared.capacity
+        assert world.reason(name).startswith("held back: ")
+
+
+def test_a_job_waits_until_the_pods_of_another_are_gone() -> None:
+    world = World({"a": job("a", 4, 2)}, SharedHosts(capacity=4))
+    world.settle()
+    assert world.granted("a") == 4
+    world.jobs["b"] = job("b", 2, 2, priority="high")
+    world.write(world.decide())
+    assert (world.granted("a"), world.granted("b")) == (2, 0)
+    assert world.reason("a") == "4→2: 2 nodes given back, b gets them"
+    assert world.reason("b") == "0→2: waits until other jobs have given 2 nodes back"
+    world.jobs["a"]["status"]["training"]["desired"] = 2
+    world.write(world.decide())
+    assert world.granted("b") == 0, "the Pods of the other are ending, and hold their hosts"
+    world.follow()
+    world.write(world.decide())
+    assert (world.granted("a"), world.granted("b")) == (2, 2)
+    world.follow()
+    del world.jobs["b"]
+    world.jobs["c"] = job("c", 2, 2, priority="high")
+    world.write(world.decide())
+    assert world.granted("c") == 0, "the Pods of a job that is gone hold hosts, too"
+    del world.jobs["c"], world.pods["b"]
+    world.settle()
+    assert world.granted("a") == 4
+
+
+def test_a_master_that_has_not_heard_yet_may_still_create_its_nodes() -> None:
+    world = World({"a": job("a", 4, 2)}, SharedHosts(capacity=4))
+    world.settle()
+    world.pods["a"] = 1  # it waits for the others
+    world.jobs["b"] = job("b", 2, 2, priority="high")
+    world.write(world.decide())
+    assert world.granted("a") == 2
+    world.now += 1
+    world.write(world.decide())
+    assert world.granted("b") == 0
+    world.follow(["a"])
+    world.write(world.decide())
+    assert world.granted("b") == 2
+
+
+def test_a_running_job_is_taken_over_as_it_is() -> None:
+    world = World({"a": job("a", 4, 2), "b": job("b", 2, 2)}, SharedHosts(capacity=4))
+    world.pods["a"] = 4
+    world.jobs["a"]["status"] = {"training": {"phase": "Running", "desired": 4}}
+    (first,) = (one for key, one in world.decide().items() if key[1] == "a")
+    assert first.nodes == 2, "less, but it is not suspended"
+
+
+def test_jobs_that_ask_for_nothing_keep_what_they_hold() -> None:
+    ended = job("ended", 2, 2)
+    ended["status"] = {"training": {"phase": "Succeeded", "desired": 2}}
+    out = job("out", 2, 2)
+    out["metadata"]["annotations"] = {"elasticjob.dlrover/allocation": "off"}
+    out["status"] = {"training": {"phase": "Running", "desired": 2}}
+    foreign = job("foreign", 9, 1, managedBy="others/x")
+    refused = job("refused", 2, 2)
+    refused["spec"]["replicaSpecs"]["worker"]["minReplicas"] = 3
+    refused["status"] = {"allocation": {"nodes": 2}}
+    assert [takes_part(one) for one in (ended, out, foreign)] == [True, False, False]
+    world = World({j["metadata"]["name"]: j for j in (ended, out, foreign, refused)},
+                  SharedHosts(capacity=10), {"ended": 1, "out": 1, "foreign": 1})  # fmt: skip
+    world.jobs["a"] = job("a", 9, 1, standbyReplicas=1)
+    writes = world.decide()
+    assert {key[1]: one.nodes for key, one in writes.items()} == {"a": 10 - 1 - 2 - 1 - 2 - 1}
+
+
+def test_a_suspended_job_asks_again_when_it_resumes() -> None:
+    world = World({"a": job("a", 4, 2)}, SharedHosts(capacity=4))
+    world.settle()
+    world.jobs["a"]["spec"]["suspend"] = True
+    world.jobs["b"] = job("b", 4, 1)
+    world.write(world.decide())
+    assert (world.granted("a"), world.granted("b")) == (0, 0)
+    assert world.reason("a") == "held back: the job was suspended"
+    world.pods["a"] = 0
+    world.write(world.decide())
+    assert world.granted("b") == 4
+    world.follow(["b"])
+    world.jobs["a"]["spec"]["suspend"] = False
+    world.write(world.decide())
+    assert (world.granted("a"), world.granted("b")) == (0, 2)
+
+
+def node(name: str = "h", *, gpus: str = "8", ready: str = "True", cordoned: bool = False) -> Obj:
+    conditions = [{"type": "Ready", "status": ready}]
+    return {
+        "metadata": {"name": name},
+        "spec": {"unschedulable": True} if cordoned else {},
+        "status": {"allocatable": {"g/gpu": gpus, "cpu": "15500m"}, "conditions": conditions},
+    }
+
+
+def test_hosts_count_by_what_is_allocatable() -> None:
+    shared = SharedHosts(selector="pool=a", slot={"g/gpu": quantity("4"), "cpu": quantity("2")})
+    nodes = [node("a"), node("b", gpus="4"), node("c", gpus="0"), node("d", ready="Unknown"),
+             node("e", cordoned=True)]  # fmt: skip
+    hosts = [Host.of(obj, shared.slot) for obj in nodes]
+    assert [host.slots for host in hosts] == [2, 1, 0, 2, 2]
+    assert [Host.of(obj, {}).slots for obj in nodes] == [1, 1, 1, 1, 1]
+    assert decide([job("a", 9, 1)], hosts, (), shared, NOW)["default", "a"].nodes == 3
+    pods = [HeldPod("u-a", host, True) for host in ("a", "e", "")] + [HeldPod("u-a", "e", False)]
+    here = decide([job("a", 9, 1)], hosts, pods, shared, NOW)
+    assert here["default", "a"].nodes == 4, "a cordoned host counts with the Pod that it has"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("8", 8),
+        ("500m", 0.5),
+        ("64Gi", 64 * 2**30),
+        ("1e3", 1000),
+        ("2k", 2000),
+        ("1.5Mi", 1572864),
+    ],
+)
+def test_quantities(text: str, value: float) -> None:
+    assert float(quantity(text)) == value
+
+
+@pytest.mark.parametrize("text", ["", "Gi", "8 GB", "nan", "inf", "-"])
+def test_no_quantities(text: str) -> None:
+    with pytest.raises(ValueError, match="expected a quantity"):
+        quantity(text)
+
+
+def test_the_command_line_says_what_is_shared() -> None:
+    image = "--master-image=m"
+    assert Settings.parse([image]).shared is None
+    assert Settings.parse([image, "--allocator-capacity=6"]).shared == SharedHosts(capacity=6)
+    hosts = ["--allocator-nodes=a=b", "--allocator-slot=g/gpu=8", "--allocator-hold=20"]
+    wanted = SharedHosts(selector="a=b", slot={"g/gpu": quantity("8")}, hold_s=20.0)
+    assert Settings.parse([image, *hosts]).shared == wanted
+    with pytest.raises(ConfigError, match="expected one of them, found both"):
+        Settings.parse([image, "--allocator-capacity=6", "--allocator-nodes=a"])
+    with pytest.raises(ConfigError, match="--allocator-slot needs --allocator-nodes"):
+        Settings.parse([image, "--allocator-capacity=6", "--allocator-slot=cpu=1"])
+    for wrong in ("--allocator-slot=8", "--allocator-slot=cpu=0", "--allocator-capacity=-1"):
+        with pytest.raises(SystemExit):
+            Settings.parse([image, wrong])
