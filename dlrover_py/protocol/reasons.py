@@ -358,8 +358,8 @@ class ConditionReason(StrEnum):
     NO_PROGRESS = "NoProgress"
     """``ScalingActive``: The script reports no steps, so its speed cannot be measured."""
     ALLOCATED = "Allocated"
-    """``ScalingActive``, ``Allocated``, Normal event: The allocator of the cluster decides the size:
-    the message says why."""
+    """``ScalingActive``, ``Allocated``, Normal event: The allocator of the cluster decides the
+    size. The message says why."""
     RESIZED = "Resized"
     """``ScalingActive``: The size was changed just now."""
     SIZE_ADVISED = "SizeAdvised"

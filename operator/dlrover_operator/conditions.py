@@ -206,9 +206,9 @@ class JobConditions:
         """Yield the conditions that the operator writes.
 
         ``Accepted`` and ``MasterReady`` are always written. ``Allocated``, ``PodsLeft``,
-        ``Suspended``, ``DeadlineExceeded`` and ``Failed`` are written only when they apply. ``Suspended`` is False
-        until no node, Pod or master is left, and again after the suspension. ``Failed`` is left to
-        the master if it has reported the failure.
+        ``Suspended``, ``DeadlineExceeded`` and ``Failed`` are written only when they apply.
+        ``Suspended`` is False until no node, Pod or master is left, and again after the suspension.
+        ``Failed`` is left to the master if it has reported the failure.
         """
         facts = self._facts
         yield self._accepted()
@@ -376,7 +376,7 @@ class JobConditions:
         deployment = facts.deployment
         if facts.refused is not None and not facts.runs:
             return not_ready(ConditionReason.REFUSED)
-        if facts.held_back and facts.scaled_to_zero:
+        if facts.held_back and not facts.runs:
             return not_ready(ConditionReason.WAITING, "the master starts when it may have nodes")
         if deployment is None:
             return not_ready(ConditionReason.CREATING)

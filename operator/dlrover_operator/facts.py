@@ -144,7 +144,7 @@ class JobFacts:
         without a master, keeps what the status says.
         """
         start = unix_seconds(self.status.get("startTime"))
-        if self.ended or (self.held_back and self.scaled_to_zero):
+        if self.ended or (self.held_back and not self.runs):
             return start
         if self.suspend and self.scaled_to_zero:
             return None

@@ -158,7 +158,7 @@ class _Planner:
                     yield from self._scale_to_zero()
                 else:
                     yield from self._stop_without_master()
-        elif facts.held_back and facts.scaled_to_zero:
+        elif facts.held_back and not facts.runs:
             pass  # it starts when it may have nodes
         elif facts.job is not None and not facts.foreign:
             yield from self._run(facts.job)

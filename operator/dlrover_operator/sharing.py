@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from dlrover_operator.allotment import HeldPod, Host, Key, SharedHosts, decide
@@ -82,17 +82,18 @@ class Sharing:
             jobs: all ElasticJobs.
             now: Unix time.
         """
-        jobs = list(jobs)
-        hosts = [
-            h for (kind, _), held in self._seen.items() if kind is NODES for h in held.values()
-        ]
-        pods = [p for (kind, _), held in self._seen.items() if kind is PODS for p in held.values()]
-        found = decide(jobs, hosts, pods, self._shared, now)
+        found = decide(jobs, self._views(NODES), self._views(PODS), self._shared, now)
         if abs(now - self._reasons_at) < REASONS_S:
             return {key: one for key, one in found.items() if one.since == now}
         if any(one.since != now for one in found.values()):
             self._reasons_at = now
         return found
+
+    def _views(self, wanted: Kind) -> Iterator[Any]:
+        """Yield the views of all objects of a kind."""
+        for (kind, _), held in self._seen.items():
+            if kind is wanted:
+                yield from held.values()
 
     async def _watch(self, kind: Kind, scope: str, labels: str, view: Callable[[Obj], Any]) -> None:
         """Keep the view of one kind of objects up to date, indefinitely.

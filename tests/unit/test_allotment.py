@@ -40,9 +40,8 @@ class World:
     now: float = NOW
 
     def decide(self) -> dict[Key, NodeAllocation]:
-        pods = [
-            HeldPod(f"u-{n}", "h", True) for n, count in self.pods.items() for _ in range(count)
-        ]
+        owners = (f"u-{n}" for n, count in self.pods.items() for _ in range(count))
+        pods = [HeldPod(owner, "h", True) for owner in owners]
         return decide(self.jobs.values(), (), pods, self.shared, self.now)
 
     def write(self, writes: Mapping[Key, NodeAllocation]) -> None:
@@ -271,7 +270,7 @@ def test_hosts_count_by_what_is_allocatable() -> None:
     [
         ("8", 8),
         ("500m", 0.5),
-        ("64Gi", 64 * 2**30),
+        ("64Gi", 2**36),
         ("1e3", 1000),
         ("2k", 2000),
         ("1.5Mi", 1572864),

@@ -61,6 +61,7 @@ class World:
     exists: bool = True
     version: int = 1
     addresses: int = 0
+    allotted: bool = False
 
     @classmethod
     def of(cls, **spec: Any) -> "World":
@@ -125,7 +126,12 @@ class World:
             self.rights_checked_at,
             self.account_created_at,
             self.refused,
+            allotted=self.allotted,
         )
+
+    def may_have(self, nodes: int, reason: str = "why") -> None:
+        """Have the allocator decide."""
+        self.job.setdefault("status", {})["allocation"] = {"nodes": nodes, "reason": reason}
 
     def plan(self) -> p.JobPlan:
         wish = plan(self.seen(), self.now, OPTIONS)
@@ -186,11 +192,14 @@ class World:
             case actions.DeleteJob(uid):
                 assert uid == "u1"
                 self.exists = False
+            case actions.Allot(allocation):
+                assert allocation is None
+                self.job["status"].pop("allocation", None)
             case actions.SetStatus(status):
                 ours = {c["type"] for c in status["conditions"]}
                 theirs = [c for c in self.status.get("conditions", ()) if "x" in c]
                 assert not ours & {c["type"] for c in theirs}, "two writers of one condition"
-                kept = {k: v for k, v in self.status.items() if k == "training"}
+                kept = {k: v for k, v in self.status.items() if k in ("training", "allocation")}
                 status = copy.deepcopy(status)
                 self.job["status"] = kept | status | {"conditions": status["conditions"] + theirs}
 
@@ -1042,6 +1051,68 @@ def test_pods_that_an_earlier_operator_left_are_deleted() -> None:
     assert world.said("Suspended")[0] == "False"
 
 
+# --- jobs that share a cluster ---
+
+
+def test_a_job_that_is_held_back_gets_no_master_and_no_deadline_until_it_may_start() -> None:
+    world = World.of(pendingTimeoutSeconds=100, activeDeadlineSeconds=100)
+    world.allotted = True
+    assert set(world.settle()) == {"SetStatus"}
+    assert world.said("Allocated") == ("False", "Waiting")
+    world.may_have(0, "held back: it needs 3 nodes, and 1 are left by other jobs")
+    assert set(world.settle()) == {"SetStatus", "RecordEvent"}
+    assert world.said("Allocated") == ("False", "HeldBack")
+    assert world.said("MasterReady") == ("False", "Waiting")
+    assert (world.status["phase"], world.status["reason"]) == ("Created", "HeldBack")
+    world.now += 1000
+    world.settle()
+    assert world.said("DeadlineExceeded") == ("", "")
+    world.may_have(3)
+    assert world.settle()["CreateDeployment"] == 1
+    assert world.said("Allocated") == ("True", "Allocated")
+    assert world.status["startTime"] == at(1000)
+    assert "reason" not in world.status
+
+
+def test_a_job_that_is_held_back_later_keeps_its_master_and_says_so() -> None:
+    world = World.of(pendingTimeoutSeconds=100)
+    world.allotted = True
+    world.may_have(3)
+    world.settle()
+    world.comes_up()
+    world.master_says("Running")
+    world.master_condition("Running")
+    world.settle()
+    world.may_have(0, "3→0: urgent gets them")
+    world.master_says("Suspended")
+    world.master_condition("Running", "False")
+    assert not {"ScaleToZero", "DeletePods"} & set(world.settle())
+    assert (world.status["phase"], world.status["reason"]) == ("Suspended", "HeldBack")
+    assert world.condition("Allocated")["message"] == "3→0: urgent gets them"
+    world.now += 1000
+    world.settle()
+    assert world.said("DeadlineExceeded") == ("", "")
+    world.deployment = None
+    world.settle()
+    world.may_have(3)
+    assert world.settle()["CreateDeployment"] == 1
+
+
+def test_without_allocator_a_job_is_limited_only_by_what_others_write() -> None:
+    world = running()
+    world.allotted = True
+    world.may_have(3)
+    world.settle()
+    world.allotted = False
+    assert world.settle() == {"Allot": 1, "SetStatus": 1}
+    assert "allocation" not in world.status
+    assert world.said("Allocated") == ("", "")
+    world.may_have(2)  # somebody else writes
+    world.master_says("Suspended")
+    assert world.settle() == {"SetStatus": 1}
+    assert world.status["phase"] == "Suspended"
+
+
 # --- whatever happens ---
 
 happens = st.lists(
@@ -1051,6 +1122,7 @@ happens = st.lists(
                 *("suspend", "resume", "up", "down", "no deployment", "no service", "bad", "good"),
                 *("Running", "Pending", "Forming", "Suspended", "Failed", "Succeeded", "Stopped"),
                 *("condition Running", "condition not Running", "other"),
+                *("allotted", "by chance", "nodes 0", "nodes 3"),
             ]
         ),
         st.floats(0.5, 200).map(lambda s: f"wait {s}"),
@@ -1078,6 +1150,12 @@ def happen(world: World, what: str) -> None:
             world.service = None
         case ["condition", *no, "Running"]:
             world.master_condition("Running", "False" if no else "True")
+        case ["allotted"]:
+            world.allotted = True
+        case ["by", "chance"]:
+            world.allotted = False
+        case ["nodes", number]:
+            world.may_have(int(number))
         case ["other"]:  # another operator, one look behind
             world.carry_out(world.plan())
         case [phase] if phase[0].isupper():
@@ -1113,7 +1191,9 @@ def test_plans_come_to_rest_and_never_take_a_running_jobs_master(
         world.settle()
         assert not world.step()
         refused = world.said("Accepted")[0] == "False"  # of a bad spec no Service can be made
-        assert refused or world.status.get("phase") != "Created" or world.service is not None
+        waits = world.allotted and world.said("Allocated")[0] == "False"
+        made = world.service is not None
+        assert refused or waits or world.status.get("phase") != "Created" or made
 
 
 @settings(deadline=None)
