@@ -620,8 +620,8 @@ class ElasticJobStatus(_StatusModel):
     """Number of nodes that the job has chosen by itself, without standbys; absent if ``replicas``
     counts."""
     allocation: NodeAllocation | None = None
-    """Nodes that the job may have; absent if nothing limits it. Written by whoever shares the
-    cluster among jobs: neither the operator nor the master does."""
+    """Nodes that the job may have; absent if nothing limits it. Written by the operator if its
+    allocator is enabled (docs/autoscaling.md), else by whoever shares the cluster among jobs."""
     selector: str | None = None
     """Label selector of the worker Pods, for ``/scale``."""
     training: Training | None = None

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dlrover_operator.allotment import SharedHosts
+from dlrover_operator.timing import OperatorTiming
 from dlrover_py.kubernetes.client import KubeClient
 from dlrover_py.kubernetes.errors import NotFoundError
 from dlrover_py.kubernetes.kinds import DEPLOYMENTS, ELASTICJOBS, SERVICES, Obj
@@ -97,3 +99,24 @@ async def test_a_jobs_life_on_a_real_api_server(kube_api: Path) -> None:
         )
         assert held["status"]["completionTime"]
         await seen(kube, DEPLOYMENTS, MASTER, space, lambda d: d["spec"]["replicas"] == 0)
+
+
+async def test_an_allocation_is_written_and_taken_away_on_a_real_api_server(
+    kube_api: Path,
+) -> None:
+    async with cluster(kube_api) as (kube, space):
+
+        def look(held: Obj) -> tuple[int | None, tuple[str, str]]:
+            allocation = (held.get("status") or {}).get("allocation") or {}
+            return allocation.get("nodes"), said(held, "Allocated")
+
+        async def becomes(nodes: int | None, *word: str) -> None:
+            await seen(kube, ELASTICJOBS, "x", space, lambda held: look(held) == (nodes, word))
+
+        timing = OperatorTiming(allot_after_s=0.02)
+        async with operator(kube, space, timing=timing, shared=SharedHosts(capacity=3)):
+            await kube.create(ELASTICJOBS, job(space, minReplicas=2))
+            await becomes(3, "True", "Allocated")
+            await seen(kube, DEPLOYMENTS, MASTER, space, bool)
+        async with operator(kube, space):
+            await becomes(None, "", "")
