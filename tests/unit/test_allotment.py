@@ -115,7 +115,7 @@ def test_no_host_is_promised_twice_whenever_the_operator_dies(
     """Masters follow late or at once; the operator dies before any of its writes."""
     total = world.shared.capacity
     for _ in range(12):
-        writes = list(world.decide().items())
+        writes = data.draw(st.permutations(list(world.decide().items())), "order")
         done = data.draw(st.integers(0, len(writes)), "writes before it dies")
         world.write(dict(writes[:done]))
         assert world.promised() <= total
@@ -199,6 +199,16 @@ def test_a_master_that_has_not_heard_yet_may_still_create_its_nodes() -> None:
     world.follow(["a"])
     world.write(world.decide())
     assert world.granted("b") == 2
+
+
+def test_nodes_that_nobody_has_taken_yet_are_taken_back_before_they_are_given_away() -> None:
+    """The operator may die after the first of two writes, whichever it is."""
+    world = World({"a": job("a", 4, 2)}, SharedHosts(capacity=4))
+    world.write(world.decide())
+    world.jobs["b"] = job("b", 2, 2, priority="high")
+    assert {key[1]: one.nodes for key, one in world.decide().items()} == {"a": 2}
+    world.write(world.decide())
+    assert world.decide()["default", "b"].nodes == 2
 
 
 def test_a_running_job_is_taken_over_as_it_is() -> None:
