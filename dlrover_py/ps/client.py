@@ -463,8 +463,8 @@ class PsClient:
             socket.close()
         for seq in self._requests.lost():
             self._fail(seq, DataLossError(
-                "all copies of some rows are lost: their servers have died; start again from a "
-                "checkpoint, with replicas=2 or fewer servers on one machine"
+                "all copies of some rows are lost: their servers have died; start the workers "
+                "again, and go back to the last cut of all rows with ps.restore()"
             ))  # fmt: skip
             parts = [part for part in parts if part.seq != seq]
         self._send_parts(parts)

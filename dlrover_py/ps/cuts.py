@@ -301,16 +301,16 @@ class SavedCut:
             found = [one for one in directory.checkpoints() if one.has_tables]
         except OSError as error:
             raise CheckpointError(f"{url}: {error}") from error
-        if directory.damaged and (which is None or not found):
-            # The damaged one may be the newest: to go further back is the user's decision.
-            newer = sorted(directory.damaged)
-            raise CheckpointError(
-                f"{directory.fault(newer[-1])}; name the step of another cut, or remove this one"
-            )
         if which is not None:
             found = [one for one in found if which in (str(one.step), one.folder)]
-            if not found:
-                raise ConfigError(f"{url}: there is no cut {which!r} of a parameter server")
+        if directory.damaged and (which is None or not found):
+            # The damaged one may be the newest: to go further back is the user's decision.
+            raise CheckpointError(
+                f"{directory.fault(max(directory.damaged))}; name the step of another cut, or "
+                "remove this one"
+            )
+        if which is not None and not found:
+            raise ConfigError(f"{url}: there is no cut {which!r} of a parameter server")
         if not found:
             return None
         manifest = found[0]
