@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.names import MAX_COUNT
 from dlrover_py.ps.messages import Meet, Met
 
 SILENCE_S = 3.0
@@ -40,7 +41,7 @@ class Meetings:
             ConfigError: The request is malformed, its worker was replaced by a newer one, or other
                 workers have asked for something else for some time.
         """
-        if asked.world < 1 or asked.step < -1 or (asked.step < 0 and not asked.restore):
+        if asked.world < 1 or not (-1 if asked.restore else 0) <= asked.step <= MAX_COUNT:
             raise ConfigError(f"expected a step and a number of workers, found {asked}")
         if asked.incarnation != newest.get(asked.client):
             raise ConfigError(f"a newer client has the name {asked.client}: expected one")

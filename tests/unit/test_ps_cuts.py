@@ -138,9 +138,10 @@ def test_all_workers_go_back_together(tmp_path: Path) -> None:
 
 def test_without_a_directory_nothing_is_saved(tmp_path: Path) -> None:
     with servers(tmp_path, 1) as access, client(access) as worker:
-        for call in (lambda: worker.save(1, 1), lambda: worker.restore(1, 1)):
-            with pytest.raises(CheckpointError, match="--checkpoints DIR"):
-                call()
+        with pytest.raises(CheckpointError, match="--checkpoints DIR"):
+            worker.save(1, 1)
+        with pytest.raises(CheckpointError, match="--checkpoints DIR"):
+            worker.restore(1, 1)
         tables(worker)
         push(worker, 0)
 
@@ -320,8 +321,9 @@ def test_different_calls_are_refused_with_words() -> None:
         assert meetings.join(meet("b", step=5), newest, float(second)) == ()
     with pytest.raises(ConfigError, match="a saves step 4 with 2 workers, but b saves step 5"):
         meetings.join(meet("a"), newest, 11.0)
-    with pytest.raises(ConfigError, match="expected a step"):
-        meetings.join(meet("a", step=-1), newest, 0.0)
+    for wrong in (meet("a", step=-1), meet("a", step=1 << 62), meet("a", world=0)):
+        with pytest.raises(ConfigError, match="expected a step"):
+            meetings.join(wrong, newest, 0.0)
 
 
 def planner(replicas: int = 2) -> Planner:
