@@ -64,26 +64,9 @@ class Coordinator:
         """
         rules.check()
         self._state = state
-        start = ClusterMap(job, ack=rules.ack)
         if source is not None:
-            made = source.document
             rules = replace(rules, buckets=source.buckets)
-            start = replace(
-                start,
-                epoch=made.epoch + 1,
-                tables=made.tables,
-                clients=made.clients,
-                source=source.place,
-                restored=made.epoch + 1,
-            )
-        if state.exists():
-            try:
-                start = msgspec.json.decode(state.read_bytes(), type=ClusterMap)
-            except msgspec.DecodeError as error:
-                raise ConfigError(f"{state}: expected the map of job {job}: {error}") from error
-            if start.job != job:
-                raise ConfigError(f"{state}: expected the map of job {job}, found {start.job}'s")
-            start = replace(start, cut=None)  # its workers ask again
+        start = _first_map(ClusterMap(job, ack=rules.ack), state, source)
         self._cuts = cuts
         self._cut: _Cut | None = None
         self._newest = source.place if source is not None else None
@@ -288,3 +271,35 @@ class Coordinator:
     def _send(self, route: bytes, message: Any) -> None:
         with contextlib.suppress(zmq.Again):  # it asks again
             send(self.socket, message, [], self._key, route)
+
+
+def _first_map(empty: ClusterMap, state: Path, source: SavedCut | None) -> ClusterMap:
+    """Return the map to begin with.
+
+    Args:
+        empty: The map of a job that begins.
+        state: File of a stored map, which counts if it exists.
+        source: The cut that servers are to read, if there is no stored map.
+
+    Raises:
+        ConfigError: The file is not the map of this job.
+    """
+    if state.exists():
+        try:
+            stored = msgspec.json.decode(state.read_bytes(), type=ClusterMap)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{state}: expected the map of job {empty.job}: {error}") from error
+        if stored.job != empty.job:
+            raise ConfigError(f"{state}: expected the map of job {empty.job}, found {stored.job}'s")
+        return replace(stored, cut=None)  # workers ask again for what was being saved
+    if source is None:
+        return empty
+    made = source.document
+    return replace(
+        empty,
+        epoch=made.epoch + 1,
+        tables=made.tables,
+        clients=made.clients,
+        source=source.place,
+        restored=made.epoch + 1,
+    )

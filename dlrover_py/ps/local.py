@@ -137,8 +137,8 @@ class LocalServers:
             len(known.servers) == len(self._servers) == self._wanted
             and bool(known.placements)
             and all(
-                not one.learner and not one.loading and len(one.members) == copies and set(one.members) <= set(
-                    known.servers)
+                not one.learner and not one.loading and len(one.members) == copies
+                and set(one.members) <= set(known.servers)
                 for one in known.placements
             )
         )  # fmt: skip
