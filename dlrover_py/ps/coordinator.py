@@ -25,12 +25,18 @@ FORGET_S = 60.0
 """Seconds of silence after which a connection gets no more maps. Workers ask more often."""
 
 
+WAITED_FOR_S = 10.0
+"""Seconds after which a cut is given up that no worker asks for. Pushes must not wait for ever."""
+
+
 @dataclass(slots=True)
 class _Cut:
     """A cut that is being made."""
 
     place: CutPlace
     asked: tuple[m.Meet, ...]
+    heard: float
+    """When one of the workers was heard last."""
     parts: list[m.CutPart] = field(default_factory=list)
 
 
@@ -113,6 +119,8 @@ class Coordinator:
         self._routes = {route: at for route, at in self._routes.items() if now - at < FORGET_S}
         if self._cut is not None and any(one.lost for one in self.planner.map.placements):
             self._fail_cut("rows were lost while it was made: their servers have died")
+        if self._cut is not None and now - self._cut.heard > WAITED_FOR_S:
+            self._fail_cut("no worker waits for it any more")
         if self._cuts is not None and now >= self._renew_at:
             self._renew_at = now + RENEW_S
             with contextlib.suppress(OSError):  # the next cut says so
@@ -176,14 +184,15 @@ class Coordinator:
 
     def _on_meet(self, route: bytes, asked: m.Meet, now: float) -> None:
         answer = self._meetings.answer(asked)
-        waits = self._cut is not None and asked in self._cut.asked
-        if answer is None and not waits:
+        if self._cut is not None and asked in self._cut.asked:
+            self._cut.heard = now
+        elif answer is None:
             try:
                 all_asked = self._meetings.join(asked, self.planner.map.clients, now)
                 if all_asked and asked.restore:
                     self._restore(all_asked)
                 elif all_asked:
-                    self._begin_cut(all_asked)
+                    self._begin_cut(all_asked, now)
             except ConfigError as error:
                 self._send(route, m.Met(asked.number, -1, 0, str(error)))
                 return
@@ -192,7 +201,7 @@ class Coordinator:
             self.publish()
             self._send(route, answer)
 
-    def _begin_cut(self, asked: tuple[m.Meet, ...]) -> None:
+    def _begin_cut(self, asked: tuple[m.Meet, ...], now: float) -> None:
         planner, words = self.planner, ""
         if self._cuts is None:
             words = "there is no directory for cuts: start the servers with --checkpoints DIR"
@@ -206,7 +215,7 @@ class Coordinator:
             except (OSError, ConfigError) as error:
                 words = str(error)
             else:
-                self._cut = _Cut(place, asked)
+                self._cut = _Cut(place, asked, now)
                 planner.begin_cut(place)
         if words:
             self._meetings.end(asked, -1, planner.map.epoch, words)

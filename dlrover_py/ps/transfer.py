@@ -117,6 +117,8 @@ class CutReader:
             cut = SavedCut.open(self._place.url, self._place.folder)
             assert cut is not None
             for bucket in self.wanted:
+                if self._over.is_set():
+                    return
                 found = (bucket, cut.document.pushes[bucket], cut.read(bucket))
                 while not self._over.is_set():
                     with contextlib.suppress(queue.Full):

@@ -3,7 +3,7 @@
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import zmq
 from click.testing import CliRunner
 from pyarrow import parquet
 from safetensors.numpy import load_file
@@ -22,15 +23,17 @@ from dlrover_py.protocol.errors import CheckpointError, ConfigError, SupersededE
 from dlrover_py.ps import specs
 from dlrover_py.ps.client import PsClient
 from dlrover_py.ps.cluster_map import ClusterMap, CutPlace, Placement
-from dlrover_py.ps.cuts import SavedCut
+from dlrover_py.ps.coordinator import Coordinator
+from dlrover_py.ps.cuts import CutDirectory, SavedCut
 from dlrover_py.ps.export import export
 from dlrover_py.ps.hashing import bucket_of, salt_of
 from dlrover_py.ps.meetings import Meetings
-from dlrover_py.ps.messages import Meet, Push, RefusalReason
+from dlrover_py.ps.messages import Meet, Met, Push, RefusalReason
 from dlrover_py.ps.planner import Planner, PlanRules
 from dlrover_py.ps.replication import Replica
 from dlrover_py.ps.specs import TableSpec
 from dlrover_py.ps.store import Store
+from dlrover_py.ps.wire import decode, send
 from tests.ps_threads import client, servers
 
 ADAM = TableSpec("user", 4, specs.adam(0.1))
@@ -222,6 +225,41 @@ def test_a_write_that_fails_saves_nothing(tmp_path: Path) -> None:
         push(worker, 1)
         worker.save(3, 1)
     assert 3 in [one.step for one in CheckpointDirectory(cuts).checkpoints()]
+
+
+def test_a_cut_that_nobody_waits_for_is_given_up(tmp_path: Path) -> None:
+    """Its server never writes, and the worker has ended: pushes of others must go on."""
+    rules, cuts = PlanRules(buckets=2, replicas=1), tmp_path / "cuts"
+    with closing(
+        Coordinator("job", "token", tmp_path / "map", rules, 0.0, cuts=CutDirectory(str(cuts)))
+    ) as one:
+        one.planner.heard("s0", "tcp://127.0.0.1:1", 0.0)
+        incarnation = one.planner.join("a")
+        context = zmq.Context()
+        worker = context.socket(zmq.DEALER)
+        worker.connect(one.access.address)
+
+        def ask(now: float) -> None:
+            asked = Meet("a", incarnation, 1, 3, 1, restore=False)
+            send(worker, asked, [], one.access.key)
+            assert one.socket.poll(20_000)
+            one.receive(now)
+
+        ask(0.0)
+        ask(8.0)
+        one.planner.heard("s0", "tcp://127.0.0.1:1", 17.0)
+        one.tick(17.0)
+        assert one.planner.map.cut is not None
+        one.tick(19.0)
+        assert one.planner.map.cut is None
+        assert not list(cuts.glob("step-3.*/*.rows"))
+        ask(19.0)
+        met = None
+        while not isinstance(met, Met):
+            assert worker.poll(20_000)
+            met, _ = decode(worker.recv_multipart(), one.access.key)
+        assert met.words == "no worker waits for it any more"
+        context.destroy(linger=0)
 
 
 # --- Export ---
