@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dlrover_py.ps.client import PsClient
 from dlrover_py.ps.coordinator import Coordinator
+from dlrover_py.ps.cuts import CutDirectory, SavedCut
 from dlrover_py.ps.planner import PlanRules
 from dlrover_py.ps.server import ParameterServer
 from dlrover_py.ps.wire import JobAccess
@@ -16,10 +17,29 @@ TOKEN = "a-token-of-the-tests"
 
 
 @contextmanager
-def servers(folder: Path, count: int = 2, buckets: int = 8) -> Iterator[JobAccess]:
-    """Run a coordinator and some servers; yield how to reach them."""
+def servers(
+    folder: Path, count: int = 2, buckets: int = 8, cuts: str = "", which: str | None = None
+) -> Iterator[JobAccess]:
+    """Run a coordinator and some servers; yield how to reach them.
+
+    Args:
+        folder: where the map is kept.
+        count: number of servers.
+        buckets: number of buckets.
+        cuts: directory of cuts, if there is one.
+        which: the cut to start from.
+    """
     rules = PlanRules(buckets=buckets, servers=count, silence_s=60)
-    coordinator = Coordinator("tests", TOKEN, folder / "map.json", rules, time.monotonic())
+    source = SavedCut.open(cuts, which) if which is not None else None
+    coordinator = Coordinator(
+        "tests",
+        TOKEN,
+        folder / "map.json",
+        rules,
+        time.monotonic(),
+        cuts=CutDirectory(cuts) if cuts else None,
+        source=source,
+    )
     over = threading.Event()
 
     def coordinate() -> None:

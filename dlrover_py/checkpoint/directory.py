@@ -96,6 +96,7 @@ The id of an attempt has 12 hex digits if the master made it, and 16 in runs wit
 """
 _ATTEMPT_FILES = re.compile(
     rf"{PARTS_FOLDER}|__\d+_0\.distcp|\.metadata|\.\.metadata\.[0-9a-f]{{8}}\.tmp"
+    r"|ps\.cut|ps-[A-Za-z0-9_.-]+\.rows"
 )
 """Names of the files that an attempt writes into its folder."""
 _NUMBER = ".number."

@@ -432,7 +432,7 @@ def _damage(store: CheckpointDirectory, manifest: Manifest, *, quiet: bool) -> l
     The digest of a file was computed while its staged tensors were written. A file whose digest
     matches therefore holds undamaged tensors. Only in the other files are tensors checked one by
     one, to name the damaged ones. The index for torch (``.metadata``) must be readable, too, and
-    match its digest if the manifest has one.
+    match its digest if the manifest has one. Tables of a parameter server have no such index.
     """
     wrong: list[str] = []
     intact: set[str] = set()
@@ -461,6 +461,8 @@ def _damage(store: CheckpointDirectory, manifest: Manifest, *, quiet: bool) -> l
             "still reads the tensors, but torch.distributed.checkpoint may fail"
             for name in framing_damaged
         ]
+        if manifest.has_tables:
+            return wrong
         try:
             with _as_checkpoint_errors():
                 index = store.place.read(f"{manifest.folder}/.metadata")

@@ -1,8 +1,10 @@
-"""``dlrover ps …``: run the servers of a parameter server on this machine."""
+"""``dlrover ps …``: run the servers of a parameter server, and export what they have saved."""
 
+import contextlib
 import signal
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,19 @@ from dlrover_py.protocol.words import counted
 
 @click.group()
 def ps() -> None:
-    """Run a parameter server."""
+    """Run a parameter server, and export its tables."""
+
+
+@contextlib.contextmanager
+def _libraries() -> Iterator[None]:
+    """Say in words which extra is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"dlrover ps needs {error.name}, which is not installed: install DLRover-Py with its "
+            "extra ps"
+        ) from error
 
 
 @ps.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -28,8 +42,18 @@ def ps() -> None:
     show_default=True,
     help="Copies that must have a push before it is acknowledged.",
 )
+@click.option("--checkpoints", metavar="DIR", help="Directory in which ps.save() saves tables.")
+@click.option("--restore", metavar="WHICH", help="Start from this cut in DIR: a step, or newest.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def serve(servers: int, replicas: int, buckets: int, ack: str, command: tuple[str, ...]) -> int:
+def serve(
+    servers: int,
+    replicas: int,
+    buckets: int,
+    ack: str,
+    checkpoints: str | None,
+    restore: str | None,
+    command: tuple[str, ...],
+) -> int:
     """Run servers on this machine while COMMAND runs.
 
     COMMAND gets their address in DLROVER_PS, for ps.Embedding and ps.EmbeddingBag. A server that
@@ -44,26 +68,35 @@ def serve(servers: int, replicas: int, buckets: int, ack: str, command: tuple[st
         replicas: Copies of each row.
         buckets: Number of buckets.
         ack: When a push is acknowledged.
+        checkpoints: Path or address of the directory of cuts.
+        restore: Step or folder of the cut that the servers read first, or ``newest``.
         command: The command.
 
     Raises:
-        ConfigError: A number is outside its bounds, a library is missing, or the command cannot be
-            started.
+        ConfigError: A number is outside its bounds, a library is missing, there is no such cut, or
+            the command cannot be started.
+        CheckpointError: The cut is damaged.
     """
-    try:
+    with _libraries():
         from dlrover_py.ps.cluster_map import AckMode
+        from dlrover_py.ps.cuts import CutDirectory, SavedCut
         from dlrover_py.ps.local import LocalServers
         from dlrover_py.ps.planner import PlanRules
         from dlrover_py.ps.settings import environment
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"dlrover ps needs {error.name}, which is not installed: install DLRover-Py with its "
-            "extra ps"
-        ) from error
     rules = PlanRules(buckets=buckets, replicas=replicas, ack=AckMode(ack))
+    source = None
+    if restore is not None:
+        if checkpoints is None:
+            raise ConfigError("--restore names a cut in a directory: expected --checkpoints DIR")
+        source = SavedCut.open(checkpoints, None if restore == "newest" else restore)
+        if source is None:
+            raise ConfigError(f"{checkpoints}: there is no cut of a parameter server")
+        source.verify()
+        click.echo(f"dlrover: the servers start from {source.where}", err=True)
+    cuts = CutDirectory(checkpoints) if checkpoints is not None else None
     with (
         tempfile.TemporaryDirectory(prefix="dlrover-ps-") as folder,
-        LocalServers(Path(folder), servers, rules=rules) as running,
+        LocalServers(Path(folder), servers, rules=rules, cuts=cuts, source=source) as running,
     ):
         click.echo(f"dlrover: {counted(servers, 'parameter server')} started", err=True)
         try:
@@ -83,3 +116,42 @@ def serve(servers: int, replicas: int, buckets: int, ack: str, command: tuple[st
             for number, handler in before.items():
                 signal.signal(number, handler)
         return code if code >= 0 else 128 - code
+
+
+@ps.command()
+@click.argument("directory", metavar="DIR")
+@click.option(
+    "--to",
+    "out",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="New file: its name ends with .safetensors, .parquet or .pt.",
+)
+@click.option("--which", help="Step, or name of the folder. Default: the newest cut.")
+def export(directory: str, out: Path, which: str | None) -> None:
+    """Write ids and rows of all tables of a cut in DIR to one file.
+
+    Safetensors and .pt have NAME.ids and NAME.weight for each table. Parquet has the columns table,
+    id and weight. The optimizer's values are left out: `dlrover ckpt export` writes them, too.
+
+    \f
+
+    Args:
+        directory: Path or address of the directory of cuts.
+        out: The new file.
+        which: Step, or name of the cut's folder; None for the newest.
+
+    Raises:
+        ConfigError: There is no such cut, the file exists, or a library is missing.
+        CheckpointError: The cut is damaged, or the file cannot be written.
+    """
+    with _libraries():
+        from dlrover_py.ps import export as exports
+        from dlrover_py.ps.cuts import SavedCut
+    cut = SavedCut.open(directory, which)
+    if cut is None:
+        raise ConfigError(f"{directory}: there is no cut of a parameter server")
+    exports.export(cut, out)
+    rows = sum(sum(sizes) for sizes in cut.document.rows.values())
+    tables = counted(len(cut.document.tables), "table")
+    click.echo(f"{out}: {counted(rows, 'row')} of {tables}, step {cut.place.step}")

@@ -27,6 +27,8 @@ from dlrover_py.protocol.slots import PossibleChunk, is_private
 
 FORMAT: Final = 1
 """Version of the manifest."""
+TABLES_KEY: Final = "ps/cut"
+"""Key of the document that a checkpoint of a parameter server has, and no other one."""
 
 
 def _is_no_folder(name: str) -> str:
@@ -145,6 +147,11 @@ class Manifest:
     def nbytes(self) -> int:
         """Bytes of all tensors and objects."""
         return sum(w.nbytes for w in self.chunks) + sum(o.nbytes for o in self.objects)
+
+    @property
+    def has_tables(self) -> bool:
+        """Whether it holds the tables of a parameter server, which torch cannot load by itself."""
+        return any(written.chunk.key == TABLES_KEY for written in self.chunks)
 
     @property
     def files(self) -> list[str]:

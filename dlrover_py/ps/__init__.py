@@ -6,6 +6,7 @@ Names are imported when they are first used. Servers need no torch.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dlrover_py.ps.calls import restore, save
     from dlrover_py.ps.client import DataLossError, PsClient, connect
     from dlrover_py.ps.embedding import Embedding, EmbeddingBag, Optimizer
     from dlrover_py.ps.local import LocalServers
@@ -33,7 +34,9 @@ __all__ = [
     "connect",
     "ftrl",
     "normal",
+    "restore",
     "row_adagrad",
+    "save",
     "sgd",
     "uniform",
 ]
@@ -46,6 +49,8 @@ _HOMES = {
     "EmbeddingBag": "embedding",
     "Optimizer": "embedding",
     "LocalServers": "local",
+    "restore": "calls",
+    "save": "calls",
 }
 """Module of each name. All others are in ``specs``."""
 

@@ -19,6 +19,7 @@ import numpy as np
 import zmq
 
 from dlrover_py.protocol.errors import (
+    CheckpointError,
     ConfigError,
     DLRoverError,
     SupersededError,
@@ -36,6 +37,8 @@ from dlrover_py.ps.wire import JobAccess, WireError, decode, send
 MAX_REQUEST_BYTES = 256 << 20
 """Bytes of the arrays of one request."""
 WATCH_S = 5.0
+ASK_S = 0.5
+"""Seconds after which the coordinator is asked again what became of a meeting."""
 TICK_S = 0.05
 
 
@@ -67,6 +70,17 @@ class _Request:
     future: "Future[Any]" = field(default_factory=Future)
 
 
+@dataclass(slots=True)
+class _Meeting:
+    """A call that all workers make, after the pushes before it."""
+
+    message: m.Meet
+    deadline: float
+    future: "Future[m.Met]" = field(default_factory=Future)
+    due: float = 0.0
+    """When the coordinator is asked again."""
+
+
 class PsClient:
     """The connection of one worker to the servers of its job."""
 
@@ -88,11 +102,13 @@ class PsClient:
         self._broken: DLRoverError | None = None
         """Why this client can do nothing more."""
         self._changed = threading.Condition()
-        self._commands: deque[_Request | TableSpec] = deque()
+        self._commands: deque[_Request | _Meeting | TableSpec] = deque()
         self._refusal = ""
         self._requests = PendingRequests()
         self._open: dict[int, _Request] = {}
-        self._pushes: deque[_Request] = deque()
+        self._pushes: deque[_Request | _Meeting] = deque()
+        self._meeting: _Meeting | None = None
+        self._meetings = 0
         self._seq = 0
         self._address = access.address
         self._wake_read, self._wake_write = os.pipe()
@@ -156,6 +172,41 @@ class PsClient:
         """
         return self._request(grads, push=True)
 
+    def save(self, step: int, world: int | None = None) -> None:
+        """Save all tables as one cut, and wait until it exists. Every worker calls this.
+
+        The cut has all pushes that the workers sent before the call, and none that they send after.
+
+        Args:
+            step: Number of the step, of which cuts have their names.
+            world: Number of workers. None: ``WORLD_SIZE``.
+
+        Raises:
+            CheckpointError: There is no directory, it cannot be written, or rows are lost.
+            UnreachableError: Not all workers called in time.
+        """
+        self._meet(step, world, restore=False)
+
+    def restore(self, step: int | None = None, world: int | None = None) -> int | None:
+        """Go back to a cut with all tables. Every worker calls this before its first pull.
+
+        Pushes after the cut do not count any more. Workers that do not call it may not push any
+        more. It also ends the loss of rows.
+
+        Args:
+            step: Step of the cut. None: the newest one.
+            world: Number of workers. None: ``WORLD_SIZE``.
+
+        Returns:
+            The step; None if there is no cut and no loss. Then nothing was changed.
+
+        Raises:
+            CheckpointError: There is no such cut, it is damaged, or it has other tables.
+            UnreachableError: Not all workers called in time.
+        """
+        found = self._meet(-1 if step is None else step, world, restore=True)
+        return None if found < 0 else found
+
     def close(self) -> None:
         """Stop the thread. Requests that are not done fail."""
         self._over = True
@@ -217,7 +268,20 @@ class PsClient:
         self._post(request)
         return request.future
 
-    def _post(self, command: _Request | TableSpec) -> None:
+    def _meet(self, step: int, world: int | None, *, restore: bool) -> int:
+        if world is None:
+            world = Settings.from_environment().world
+        self._meetings += 1
+        meet = m.Meet(self.name, self._incarnation, self._meetings, step, world, restore)
+        meeting = _Meeting(meet, time.monotonic() + self._timeout_s)
+        self._post(meeting)
+        met = meeting.future.result()
+        if met.words:
+            verb = "not restored" if restore else "not saved"
+            raise CheckpointError(f"the tables were {verb}: {met.words}")
+        return met.step
+
+    def _post(self, command: _Request | _Meeting | TableSpec) -> None:
         if self._broken is not None:
             raise self._broken
         self._commands.append(command)
@@ -298,16 +362,34 @@ class PsClient:
             command = self._commands.popleft()
             if isinstance(command, TableSpec):
                 self._send("", m.CreateTable(command))
-            elif command.push:
+            elif isinstance(command, _Meeting) or command.push:
                 self._pushes.append(command)
             else:
                 self._start(command)
         self._next_push()
 
     def _next_push(self) -> None:
-        """Start a push if none is under way."""
-        if self._pushes and not any(one.push for one in self._open.values()):
-            self._start(self._pushes.popleft())
+        """Start a push or a meeting if none is under way."""
+        busy = self._meeting is not None or any(one.push for one in self._open.values())
+        if self._pushes and not busy:
+            first = self._pushes.popleft()
+            if isinstance(first, _Meeting):
+                self._meeting = first
+                self._ask(first)
+            else:
+                self._start(first)
+
+    def _ask(self, meeting: _Meeting) -> None:
+        meeting.due = time.monotonic() + ASK_S
+        self._send("", meeting.message)
+
+    def _on_met(self, met: m.Met) -> None:
+        meeting = self._meeting
+        # Rows of the map before may be older: the newer map comes first.
+        if meeting and met.number == meeting.message.number and met.epoch <= self.map.epoch:
+            self._meeting = None
+            meeting.future.set_result(met)
+            self._next_push()
 
     def _start(self, request: _Request) -> None:
         if self._broken is not None:
@@ -362,6 +444,8 @@ class PsClient:
                 self._pulled(message, payload)
             case m.RefusedRequest():
                 self._refused(message)
+            case m.Met():
+                self._on_met(message)
             case m.CoordinatorRefusal():
                 with self._changed:
                     self._refusal = message.words
@@ -379,8 +463,8 @@ class PsClient:
             socket.close()
         for seq in self._requests.lost():
             self._fail(seq, DataLossError(
-                "all copies of some rows are lost: their servers have died; start again from a "
-                "checkpoint, with replicas=2 or fewer servers on one machine"
+                "all copies of some rows are lost: their servers have died; start the workers "
+                "again, and go back to the last cut of all rows with ps.restore()"
             ))  # fmt: skip
             parts = [part for part in parts if part.seq != seq]
         self._send_parts(parts)
@@ -389,6 +473,8 @@ class PsClient:
             self._before = current.clients.get(self.name, 0)
             self._send("", m.JoinClient(self.name))
         newest = current.clients.get(self.name, 0)
+        if self._meeting is not None:
+            self._ask(self._meeting)
         with self._changed:
             if newest > self._before and current.placements and not self._incarnation:
                 self._incarnation = newest
@@ -431,6 +517,13 @@ class PsClient:
 
     def _tick(self, now: float) -> None:
         self._send_parts(self._requests.due(now))
+        meeting = self._meeting
+        if meeting is not None and meeting.deadline < now:
+            self._meeting = None
+            words = f"not all workers have made the same call within {self._timeout_s:g} s"
+            meeting.future.set_exception(UnreachableError(words))
+        elif meeting is not None and meeting.due <= now:
+            self._ask(meeting)
         for seq, request in list(self._open.items()):
             if request.deadline < now:
                 words = f"no server has answered a request within {self._timeout_s:g} s"
@@ -452,7 +545,10 @@ class PsClient:
         self._fail_all(error)
 
     def _fail_all(self, error: DLRoverError) -> None:
-        waiting = [one for one in self._commands if isinstance(one, _Request)]
+        waiting = [one for one in self._commands if not isinstance(one, TableSpec)]
+        if self._meeting is not None:
+            waiting.append(self._meeting)
+            self._meeting = None
         for request in (*self._open.values(), *self._pushes, *waiting):
             request.future.set_exception(error)
         for seq in self._open:

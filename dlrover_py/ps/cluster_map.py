@@ -25,6 +25,17 @@ class Replacing(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class CutPlace:
+    """Where a cut of all tables is, or is being written."""
+
+    url: str
+    """The directory of checkpoints."""
+    folder: str
+    """The cut's folder in it."""
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """The servers of one bucket in one term. A term has one primary."""
 
@@ -38,6 +49,8 @@ class Placement:
     replacing: Replacing = Replacing.NOTHING
     lost: bool = False
     """Whether the last copy died: rows of acknowledged pushes are gone."""
+    loading: bool = False
+    """Whether the primary reads the rows from a cut. It has no followers and no lead until then."""
 
     @property
     def followers(self) -> tuple[str, ...]:
@@ -64,6 +77,12 @@ class ClusterMap:
     """Newest incarnation of each worker, by the worker's name."""
     placements: tuple[Placement, ...] = ()
     """One for each bucket; empty until enough servers have come."""
+    cut: CutPlace | None = None
+    """The cut that the primaries write now. They apply no push meanwhile."""
+    source: CutPlace | None = None
+    """The cut that the rows were read from, or are."""
+    restored: int = 0
+    """Epoch of the last return to a cut. Pushes that were sent before it are refused."""
 
     def table(self, name: str) -> TableSpec | None:
         """Return a table by its name; None if there is none."""

@@ -5,15 +5,19 @@ A new map is stored before anyone gets it, so a later coordinator goes on where 
 
 import contextlib
 import os
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import zmq
 
-from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.checkpoint.directory import RENEW_S
+from dlrover_py.protocol.errors import CheckpointError, ConfigError, SupersededError
 from dlrover_py.ps import messages as m
-from dlrover_py.ps.cluster_map import ClusterMap
+from dlrover_py.ps.cluster_map import ClusterMap, CutPlace
+from dlrover_py.ps.cuts import CutDirectory, SavedCut
+from dlrover_py.ps.meetings import Meetings
 from dlrover_py.ps.planner import Planner, PlanRules
 from dlrover_py.ps.wire import JobAccess, WireError, decode, send
 
@@ -21,10 +25,35 @@ FORGET_S = 60.0
 """Seconds of silence after which a connection gets no more maps. Workers ask more often."""
 
 
+WAITED_FOR_S = 10.0
+"""Seconds after which a cut is given up that no worker asks for. Pushes must not wait for ever."""
+
+
+@dataclass(slots=True)
+class _Cut:
+    """A cut that is being made."""
+
+    place: CutPlace
+    asked: tuple[m.Meet, ...]
+    heard: float
+    """When one of the workers was heard last."""
+    parts: list[m.CutPart] = field(default_factory=list)
+
+
 class Coordinator:
     """Owns the map of a job. One thread at a time may call it."""
 
-    def __init__(self, job: str, token: str, state: Path, rules: PlanRules, now: float) -> None:
+    def __init__(
+        self,
+        job: str,
+        token: str,
+        state: Path,
+        rules: PlanRules,
+        now: float,
+        *,
+        cuts: CutDirectory | None = None,
+        source: SavedCut | None = None,
+    ) -> None:
         """Open the socket, and go on with a stored map if there is one.
 
         Args:
@@ -33,20 +62,23 @@ class Coordinator:
             state: File of the map.
             rules: How buckets are kept.
             now: The time in seconds.
+            cuts: Where cuts are saved. None: nowhere.
+            source: The cut that the first servers read, unless there is a stored map.
 
         Raises:
             ConfigError: The rules are wrong, or the file is not the map of this job.
         """
         rules.check()
         self._state = state
-        start = ClusterMap(job, ack=rules.ack)
-        if state.exists():
-            try:
-                start = msgspec.json.decode(state.read_bytes(), type=ClusterMap)
-            except msgspec.DecodeError as error:
-                raise ConfigError(f"{state}: expected the map of job {job}: {error}") from error
-            if start.job != job:
-                raise ConfigError(f"{state}: expected the map of job {job}, found {start.job}'s")
+        if source is not None:
+            rules = replace(rules, buckets=source.buckets)
+        start = _first_map(ClusterMap(job, ack=rules.ack), state, source)
+        self._cuts = cuts
+        self._cut: _Cut | None = None
+        self._newest = source.place if source is not None else None
+        """The newest cut in the life of the tables, if it is known."""
+        self._meetings = Meetings()
+        self._renew_at = now
         self.planner = Planner(start, rules, now)
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.ROUTER)
@@ -59,7 +91,10 @@ class Coordinator:
         self._published = start.epoch
 
     def close(self) -> None:
-        """Close the socket."""
+        """Close the socket, and let others write cuts."""
+        if self._cuts is not None:
+            with contextlib.suppress(OSError):  # it lapses
+                self._cuts.close()
         self._context.destroy(linger=0)
 
     def receive(self, now: float) -> None:
@@ -82,6 +117,14 @@ class Coordinator:
         """Take note of the time: silent servers count as lost."""
         self.planner.tick(now)
         self._routes = {route: at for route, at in self._routes.items() if now - at < FORGET_S}
+        if self._cut is not None and any(one.lost for one in self.planner.map.placements):
+            self._fail_cut("rows were lost while it was made: their servers have died")
+        if self._cut is not None and now - self._cut.heard > WAITED_FOR_S:
+            self._fail_cut("no worker waits for it any more")
+        if self._cuts is not None and now >= self._renew_at:
+            self._renew_at = now + RENEW_S
+            with contextlib.suppress(OSError):  # the next cut says so
+                self._cuts.renew()
         self.publish()
 
     def lost(self, server: str) -> None:
@@ -112,6 +155,8 @@ class Coordinator:
                 planner.heard(message.server, message.address, now)
                 for bucket, term, learner in message.synced:
                     planner.synced(message.server, bucket, term, learner)
+                for bucket, term in message.loaded:
+                    planner.loaded(message.server, bucket, term)
                 epoch = message.epoch
             case m.WatchMap():
                 epoch = message.epoch
@@ -122,11 +167,148 @@ class Coordinator:
                 epoch = -1  # the answer is a map in any case
             case m.Drain():
                 planner.drain(message.server)
+            case m.Meet():
+                self._on_meet(route, message, now)
+                return
+            case m.CutPart():
+                self._on_part(message)
+            case m.CutFailed():
+                if self._cut is not None and self._cut.place.folder == message.folder:
+                    self._fail_cut(f"{message.server}: {message.words}")
             case _:
                 raise WireError(f"the coordinator takes no {type(message).__name__}")
         if epoch < planner.map.epoch == self._published:
             self._send(route, m.MapNews(planner.map))
 
+    # --- Cuts ---
+
+    def _on_meet(self, route: bytes, asked: m.Meet, now: float) -> None:
+        answer = self._meetings.answer(asked)
+        if self._cut is not None and asked in self._cut.asked:
+            self._cut.heard = now
+        elif answer is None:
+            try:
+                all_asked = self._meetings.join(asked, self.planner.map.clients, now)
+                if all_asked and asked.restore:
+                    self._restore(all_asked)
+                elif all_asked:
+                    self._begin_cut(all_asked, now)
+            except ConfigError as error:
+                self._send(route, m.Met(asked.number, -1, 0, str(error)))
+                return
+            answer = self._meetings.answer(asked)
+        if answer is not None:
+            self.publish()
+            self._send(route, answer)
+
+    def _begin_cut(self, asked: tuple[m.Meet, ...], now: float) -> None:
+        planner, words = self.planner, ""
+        if self._cuts is None:
+            words = "there is no directory for cuts: start the servers with --checkpoints DIR"
+        elif self._cut is not None:
+            words = "another cut is being made: expected one call by all workers"
+        elif any(one.lost for one in planner.map.placements):
+            words = "rows are lost, because their servers have died: go back to a cut first"
+        else:
+            try:
+                place = self._cuts.begin(asked[0].step)
+            except (OSError, ConfigError) as error:
+                words = str(error)
+            else:
+                self._cut = _Cut(place, asked, now)
+                planner.begin_cut(place)
+        if words:
+            self._meetings.end(asked, -1, planner.map.epoch, words)
+
+    def _on_part(self, part: m.CutPart) -> None:
+        """Note what a server has written; commit when all buckets are there."""
+        cut, planner = self._cut, self.planner
+        if cut is None or self._cuts is None or part.folder != cut.place.folder:
+            return
+        if any(part.file == known.file for known in cut.parts):
+            return
+        cut.parts.append(part)
+        written = {saved.bucket for known in cut.parts for saved in known.buckets}
+        if not written >= set(range(len(planner.map.placements))):
+            return
+        try:
+            self._cuts.commit(cut.place, planner.map, cut.parts, len(cut.asked))
+        except (OSError, SupersededError) as error:
+            self._fail_cut(str(error))
+            return
+        self._cut, self._newest = None, cut.place
+        planner.end_cut()
+        self._meetings.end(cut.asked, cut.place.step, planner.map.epoch)
+
+    def _fail_cut(self, words: str) -> None:
+        assert self._cut is not None
+        assert self._cuts is not None
+        cut, self._cut = self._cut, None
+        self.planner.end_cut()
+        self._meetings.end(cut.asked, -1, self.planner.map.epoch, words)
+        with contextlib.suppress(OSError):  # the next cut removes what is left
+            self._cuts.give_up()
+
+    def _restore(self, asked: tuple[m.Meet, ...]) -> None:
+        """Go back to a cut whose every byte is right, or change nothing."""
+        planner, step, words = self.planner, asked[0].step, ""
+        if self._cut is not None:
+            self._fail_cut("other workers have gone back to a cut meanwhile")
+        try:
+            if self._cuts is None:
+                raise ConfigError(
+                    "there is no directory of cuts: start the servers with --checkpoints DIR"
+                )
+            which: str | None = str(step)
+            if step < 0:
+                which = self._newest.folder if self._newest is not None else None
+            found = SavedCut.open(self._cuts.url, which)
+            if found is None:
+                step = -1
+                if any(one.lost for one in planner.map.placements):
+                    words = "rows are lost, and there is no cut to go back to"
+            else:
+                found.verify()
+                step = found.place.step
+                staying = {one.client for one in asked}
+                planner.restore(found.place, found.document.tables, found.buckets, staying)
+                self._newest = found.place
+        except (ConfigError, CheckpointError) as error:
+            words = str(error)
+        self._meetings.end(asked, -1 if words else step, planner.map.epoch, words)
+
     def _send(self, route: bytes, message: Any) -> None:
         with contextlib.suppress(zmq.Again):  # it asks again
             send(self.socket, message, [], self._key, route)
+
+
+def _first_map(empty: ClusterMap, state: Path, source: SavedCut | None) -> ClusterMap:
+    """Return the map to begin with.
+
+    Args:
+        empty: The map of a job that begins.
+        state: File of a stored map, which counts if it exists.
+        source: The cut that servers are to read, if there is no stored map.
+
+    Raises:
+        ConfigError: The file is not the map of this job.
+    """
+    if state.exists():
+        try:
+            stored = msgspec.json.decode(state.read_bytes(), type=ClusterMap)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{state}: expected the map of job {empty.job}: {error}") from error
+        if stored.job != empty.job:
+            raise ConfigError(f"{state}: expected the map of job {empty.job}, found {stored.job}'s")
+        return replace(stored, cut=None)  # workers ask again for what was being saved
+    if source is None:
+        return empty
+    made = source.document
+    return replace(
+        empty,
+        epoch=made.epoch + 1,
+        tables=made.tables,
+        clients=made.clients,
+        source=source.place,
+        restored=made.epoch + 1,
+    )

@@ -17,6 +17,7 @@ from dlrover_py.process.starter import kill_and_reap
 from dlrover_py.protocol.errors import ConfigError, UnreachableError
 from dlrover_py.ps.cluster_map import ClusterMap
 from dlrover_py.ps.coordinator import Coordinator
+from dlrover_py.ps.cuts import CutDirectory, SavedCut
 from dlrover_py.ps.planner import PlanRules
 from dlrover_py.ps.settings import write_access
 
@@ -39,7 +40,14 @@ class LocalServers:
     """Runs the servers of one job. A server that dies is replaced by an empty one."""
 
     def __init__(
-        self, folder: Path, servers: int, *, job: str = "local", rules: PlanRules | None = None
+        self,
+        folder: Path,
+        servers: int,
+        *,
+        job: str = "local",
+        rules: PlanRules | None = None,
+        cuts: CutDirectory | None = None,
+        source: SavedCut | None = None,
     ) -> None:
         """Start the coordinator and the servers.
 
@@ -49,6 +57,8 @@ class LocalServers:
             servers: Number of servers.
             job: Name of the job.
             rules: How buckets are kept; ``rules.servers`` is not used.
+            cuts: Where cuts are saved. None: nowhere.
+            source: The cut that the servers read first. It gives the number of buckets.
 
         Raises:
             ConfigError: A number is outside its bounds.
@@ -62,7 +72,9 @@ class LocalServers:
         state = folder / "map.json"
         state.unlink(missing_ok=True)
         token = secrets.token_hex(16)
-        self._coordinator = Coordinator(job, token, state, rules, time.monotonic())
+        self._coordinator = Coordinator(
+            job, token, state, rules, time.monotonic(), cuts=cuts, source=source
+        )
         self.access = folder / "access.json"
         """The file with which workers connect."""
         write_access(self.access, self._coordinator.access)
@@ -125,8 +137,8 @@ class LocalServers:
             len(known.servers) == len(self._servers) == self._wanted
             and bool(known.placements)
             and all(
-                not one.learner and len(one.members) == copies and set(one.members) <= set(
-                    known.servers)
+                not one.learner and not one.loading and len(one.members) == copies
+                and set(one.members) <= set(known.servers)
                 for one in known.placements
             )
         )  # fmt: skip

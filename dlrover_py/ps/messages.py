@@ -155,6 +155,8 @@ class Alive:
     epoch: int
     synced: tuple[tuple[int, int, str], ...] = ()
     """Buckets, with their term, whose learner has every acknowledged push."""
+    loaded: tuple[tuple[int, int], ...] = ()
+    """Buckets, with their term, whose rows were read from a cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +188,78 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True)
+class Meet:
+    """A worker asks to save all tables, or to go back to a cut, and waits for the other workers.
+
+    All its pushes are acknowledged. It sends this again until it gets :class:`Met`.
+    """
+
+    client: str
+    incarnation: int
+    number: int
+    """Number of the call in this worker's life."""
+    step: int
+    """Step of the cut; -1: the newest one, to go back to."""
+    world: int
+    """Number of workers that must ask for the same."""
+    restore: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """What became of a :class:`Meet`."""
+
+    number: int
+    step: int
+    """Step of the cut; -1 without one."""
+    epoch: int
+    """Epoch of the map that the worker must have before it goes on."""
+    words: str = ""
+    """Why it failed; empty on success."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedArray:
+    """One array of one table in a file of a cut."""
+
+    table: str
+    array: int
+    """Its number in the record: ids, rows, steps, slots."""
+    shape: tuple[int, ...]
+    position: int
+    xxh3: int
+
+
+@dataclass(frozen=True, slots=True)
+class SavedBucket:
+    """One bucket in a file of a cut."""
+
+    bucket: int
+    clients: dict[str, tuple[int, int]]
+    """The last push of each worker: incarnation and sequence number."""
+    arrays: tuple[SavedArray, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CutPart:
+    """A server has written buckets of a cut. It says so until the map has another cut, or none."""
+
+    server: str
+    folder: str
+    file: str
+    buckets: tuple[SavedBucket, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CutFailed:
+    """A server cannot write its part of a cut."""
+
+    server: str
+    folder: str
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
 class MapNews:
     """The newest map."""
 
@@ -208,6 +282,6 @@ class Unreadable:
 
 ToServer = Push | Pull | Replicate | BucketCopy | Compare | Held | Lacking
 ToWorker = Pushed | Pulled | RefusedRequest
-ToCoordinator = Alive | WatchMap | JoinClient | CreateTable | Drain
-FromCoordinator = MapNews | CoordinatorRefusal
+ToCoordinator = Alive | WatchMap | JoinClient | CreateTable | Drain | Meet | CutPart | CutFailed
+FromCoordinator = MapNews | CoordinatorRefusal | Met
 Message = ToServer | ToWorker | ToCoordinator | FromCoordinator | Unreadable

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from dlrover_py.protocol.errors import ConfigError
-from dlrover_py.ps.cluster_map import AckMode, ClusterMap, Placement, Replacing
+from dlrover_py.ps.cluster_map import AckMode, ClusterMap, CutPlace, Placement, Replacing
 from dlrover_py.ps.specs import NAME, TableSpec, check_table
 
 MAX_TABLES = 1024
@@ -86,11 +86,11 @@ class Planner:
         """Note that the process of a server has ended, with all its rows."""
         if server in self.map.servers:
             self._remove([server])
-        if any(one.primary == server and not one.lost for one in self.map.placements):
+        if any(_loses(one, server) for one in self.map.placements):
             self._place(
                 [
                     replace(one, term=one.term + 1, learner="", lost=True)
-                    if one.primary == server
+                    if _loses(one, server)
                     else one
                     for one in self.map.placements
                 ]
@@ -172,6 +172,76 @@ class Planner:
         self._place(placements)
         self._plan()
 
+    # --- Cuts ---
+
+    def begin_cut(self, place: CutPlace) -> None:
+        """Let the primaries write their buckets, and apply no push meanwhile."""
+        self._set(cut=place)
+
+    def end_cut(self) -> None:
+        """Let the primaries apply pushes again."""
+        if self.map.cut is not None:
+            self._set(cut=None)
+
+    def restore(
+        self, source: CutPlace, tables: tuple[TableSpec, ...], buckets: int, staying: set[str]
+    ) -> None:
+        """Go back to a cut with all buckets: what came after it does not count any more.
+
+        Args:
+            source: The cut.
+            tables: Its tables.
+            buckets: Its number of buckets.
+            staying: Workers that may push afterwards. All others are refused from now on.
+
+        Raises:
+            ConfigError: The tables or buckets of the job differ from those of the cut.
+        """
+        if buckets != len(self.map.placements):
+            raise ConfigError(
+                f"the cut has {buckets} buckets, the servers have {len(self.map.placements)}: "
+                "expected equal numbers"
+            )
+        for table in tables:
+            known = self.map.table(table.name)
+            if known is not None and known != table:
+                raise ConfigError(
+                    f"table {table.name} was saved with other properties: expected {table}, found "
+                    f"{known}"
+                )
+        later = self.map.epoch + 1
+        names = {table.name for table in tables}
+        self._set(
+            tables=(*tables, *(table for table in self.map.tables if table.name not in names)),
+            clients={
+                name: old if name in staying else later for name, old in self.map.clients.items()
+            },
+            source=source,
+            restored=later,
+            cut=None,
+            placements=tuple(
+                Placement(one.term + 1, one.primary, loading=True) for one in self.map.placements
+            ),
+        )
+        self._plan()
+
+    def loaded(self, sender: str, bucket: int, term: int) -> None:
+        """Note that a primary has read its rows from the cut: it leads the bucket from now on.
+
+        Args:
+            sender: The server that says so.
+            bucket: The bucket.
+            term: The term in which it says so. Another one is ignored.
+        """
+        if not 0 <= bucket < len(self.map.placements):
+            return
+        old = self.map.placements[bucket]
+        if old.loading and (old.term, old.primary) == (term, sender):
+            placements = list(self.map.placements)
+            placements[bucket] = replace(old, term=term + 1, loading=False)
+            self._place(placements)
+            self._plan()
+
     # --- The plan ---
 
     def _set(self, **fields: object) -> None:
@@ -227,6 +297,12 @@ class Planner:
         for one in placements:
             loads.update(_after(one))
             primaries[_after(one)[0]] += 1
+        for bucket, one in enumerate(placements):
+            if one.loading and one.primary not in self.map.servers and targets:
+                chosen = min(targets, key=lambda server: (primaries[server], server))
+                primaries[chosen] += 1
+                loads[chosen] += 1
+                placements[bucket] = replace(one, term=one.term + 1, primary=chosen)
         self._replace_copies(placements, targets, loads)
         self._balance(placements, targets, loads, primaries)
         self._place(placements)
@@ -235,6 +311,8 @@ class Planner:
     def _first(self, bucket: int, targets: list[str]) -> Placement:
         count = len(targets)
         primary = bucket % count
+        if self.map.source is not None:
+            return Placement(1, targets[primary], loading=True)
         backups: tuple[str, ...] = ()
         if self.rules.replicas > 1 and count > 1:
             backups = (targets[(primary + 1 + bucket // count % (count - 1)) % count],)
@@ -248,6 +326,7 @@ class Planner:
                 len(one.backups) + 1 >= self.rules.replicas
                 or one.primary not in self.map.servers
                 or one.learner
+                or one.loading
             ):
                 continue
             fit = [server for server in targets if server not in one.members]
@@ -268,7 +347,7 @@ class Planner:
         for bucket, one in enumerate(placements):
             if moves >= self.rules.moves or not targets:
                 return
-            if one.learner or one.primary not in self.map.servers:
+            if one.learner or one.loading or one.primary not in self.map.servers:
                 continue
             new = self._better(one, targets, loads, primaries)
             if new is not None:
@@ -316,6 +395,11 @@ class Planner:
             if backup not in targets or loads[backup] - loads[least] > 1:
                 return replace(one, learner=least, replacing=Replacing.BACKUP)
         return None
+
+
+def _loses(one: Placement, server: str) -> bool:
+    """Return whether the end of a server loses rows of a bucket that it leads."""
+    return one.primary == server and not one.lost and not one.loading
 
 
 def _after(one: Placement) -> tuple[str, ...]:

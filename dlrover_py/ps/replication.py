@@ -150,6 +150,48 @@ class Replica:
                 found.append((bucket, state.term, learner))
         return found
 
+    def loaded(self) -> list[tuple[int, int]]:
+        """Return the buckets, with their term, whose rows were read from a cut."""
+        return [
+            (bucket, state.term)
+            for bucket, state in enumerate(self._buckets)
+            if state.version and self._loads(bucket)
+        ]
+
+    def to_load(self) -> list[tuple[int, int]]:
+        """Return the buckets, with their term, that this server has to read from a cut."""
+        return [
+            (bucket, state.term)
+            for bucket, state in enumerate(self._buckets)
+            if not state.version and self._loads(bucket)
+        ]
+
+    def on_loaded(
+        self, bucket: int, term: int, clients: dict[str, tuple[int, int]], payload: Rows
+    ) -> None:
+        """Take over a bucket from a cut, if it is still asked for.
+
+        Args:
+            bucket: The bucket.
+            term: The term in which it was asked for.
+            clients: The last push of each worker.
+            payload: Its records.
+        """
+        if (bucket, term) not in self.to_load():
+            return
+        state = self._buckets[bucket]
+        self._data.install(payload, [bucket])
+        state.last_term, state.version, state.clients = term, 1, dict(clients)
+
+    def _loads(self, bucket: int) -> bool:
+        """Return whether this server is to read a bucket from a cut, by its newest term."""
+        one = self._placement(bucket)
+        return one.loading and one.primary == self.server and one.term == self._buckets[bucket].term
+
+    def led(self) -> list[int]:
+        """Return the buckets that are led here."""
+        return [bucket for bucket in range(len(self._buckets)) if self._leads(bucket)]
+
     def numbers(self, bucket: int) -> dict[str, tuple[int, int]]:
         """Return the last push of each worker that a bucket has: incarnation and number."""
         return dict(self._buckets[bucket].clients) if self._buckets else {}
@@ -178,15 +220,18 @@ class Replica:
                 continue
             if placement.term == state.term and (state.since or placement.primary != self.server):
                 continue
+            if placement.loading and placement.term == state.term:
+                continue
             before, state.term = state.term, placement.term
-            if placement.primary == self.server:
+            if placement.primary == self.server and not placement.loading:
                 self._lead(state, placement, before, now)
             else:
                 for _, route, seq in state.waiting:
                     refused[route, seq].append(bucket)
                 state.waiting.clear()
                 state.followers, state.since = {}, 0
-                if self.server not in placement.members and state.version:
+                gone = placement.loading or self.server not in placement.members
+                if gone and state.version:
                     dropped.append(bucket)
         for bucket in dropped:
             state = self._buckets[bucket]
@@ -244,10 +289,13 @@ class Replica:
         """
         if self._refuses(route, push, payload, grads=True):
             return
-        fresh, moved, old = [], [], []
+        fresh: list[int] = []
+        moved: list[int] = []
+        old: list[int] = []
         assert self.map is not None
         newest = self.map.clients.get(push.client, 0)
         number = (push.incarnation, push.seq)
+        held = self.map.cut is not None or push.epoch < self.map.restored
         for bucket in push.buckets:
             state = self._buckets[bucket]
             last = state.clients.get(push.client, (0, 0))
@@ -256,7 +304,7 @@ class Replica:
             elif push.incarnation < max(last[0], newest):
                 old.append(bucket)
             elif number > last:
-                fresh.append(bucket)
+                (moved if held else fresh).append(bucket)
             else:
                 self.duplicates += 1
                 state.waiting.append((state.version, route, push.seq))

@@ -22,11 +22,16 @@ from dlrover_py.ps import messages as m
 from dlrover_py.ps.replication import Replica
 from dlrover_py.ps.settings import read_access
 from dlrover_py.ps.store import Payload, Store
+from dlrover_py.ps.transfer import CutReader, CutWriter
 from dlrover_py.ps.wire import JobAccess, WireError, decode, send
 
 ALIVE_S = 0.5
 """Seconds between two messages to the coordinator."""
 TICK_S = 0.05
+BUSY_S = 0.002
+"""Seconds between two looks at a thread that writes or reads a cut."""
+RETRY_S = 1.0
+"""Seconds after which a cut that could not be read is read again."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -54,7 +59,12 @@ class ParameterServer:
         self._poller.register(self._inbox, zmq.POLLIN)
         self._poller.register(self._coordinator, zmq.POLLIN)
         self._replica: Replica | None = None
-        self._said: tuple[int, tuple[tuple[int, int, str], ...]] = (0, ())
+        self._store = Store(0)
+        self._writers: list[CutWriter] = []
+        """One for each file of the cut that is being made. The last one may still write."""
+        self._reader: CutReader | None = None
+        self._read_at = 0.0
+        self._said: tuple[m.Alive, list[m.CutPart | m.CutFailed]] | None = None
         self._stopped = False
         self.leaving = False
         """Whether the server gives its buckets away."""
@@ -72,7 +82,10 @@ class ParameterServer:
         self._say_alive()
         alive_at = tick_at = 0.0
         while not self._stopped and not self._has_left():
-            self._poller.poll(max(0, int((min(alive_at, tick_at) - time.monotonic()) * 1000)))
+            until = min(alive_at, tick_at) - time.monotonic()
+            if self._transfers(time.monotonic()):
+                until = min(until, BUSY_S)
+            self._poller.poll(max(0, int(until * 1000)))
             self._receive(self._coordinator, from_coordinator=True)
             self._receive(self._inbox, from_coordinator=False)
             now = time.monotonic()
@@ -97,17 +110,77 @@ class ParameterServer:
             known and any(self._id in placement.members for placement in known.placements)
         )
 
-    def _state(self) -> tuple[int, tuple[tuple[int, int, str], ...]]:
-        """Return what the coordinator must know: the epoch of the map, and ready learners."""
-        if self._replica is None or self._replica.map is None:
-            return 0, ()
-        return self._replica.map.epoch, tuple(self._replica.synced())
+    def _state(self) -> tuple[m.Alive, list[m.CutPart | m.CutFailed]]:
+        """Return what the coordinator must know."""
+        replica = self._replica
+        if replica is None or replica.map is None:
+            return m.Alive(self._id, self._address, 0), []
+        ready, loaded = tuple(replica.synced()), tuple(replica.loaded())
+        alive = m.Alive(self._id, self._address, replica.map.epoch, ready, loaded)
+        return alive, [one.result for one in self._writers if one.result is not None]
 
     def _say_alive(self) -> None:
         self._said = self._state()
-        self._send(self._coordinator, m.Alive(self._id, self._address, *self._said), [])
+        alive, written = self._said
+        self._send(self._coordinator, alive, [])
+        for one in written:
+            self._send(self._coordinator, one, [])
         if self.leaving:
             self._send(self._coordinator, m.Drain(self._id), [])
+
+    # --- Cuts ---
+
+    def _transfers(self, now: float) -> bool:
+        """Pass buckets to and from the threads; return whether one of them is at work."""
+        if self._replica is None or self._replica.map is None:
+            return False
+        return self._write_cut(self._replica) | self._read_cut(self._replica, now)
+
+    def _write_cut(self, replica: Replica) -> bool:
+        assert replica.map is not None
+        place, led = replica.map.cut, replica.led()
+        writer = self._writers[-1] if self._writers else None
+        if writer is not None and writer.place != place:
+            writer.stop()
+            self._writers, writer = [], None
+        if place is None:
+            return False
+        if writer is not None and not set(writer.left) <= set(led):
+            writer.stop()  # a bucket has moved: its new primary writes it
+            self._writers.pop()
+            writer = self._writers[-1] if self._writers else None
+        if writer is None or isinstance(writer.result, m.CutPart):
+            # Buckets that it leads only now, after the loss of another server, go to a new file.
+            done = {bucket for old in self._writers for bucket in old.buckets}
+            new = [bucket for bucket in led if bucket not in done]
+            if not new:
+                return False
+            writer = CutWriter(place, self._id, new)
+            self._writers.append(writer)
+        while writer.wants:
+            bucket = writer.left[0]
+            writer.give(bucket, replica.numbers(bucket), self._store.copy(bucket))
+        return writer.result is None
+
+    def _read_cut(self, replica: Replica, now: float) -> bool:
+        assert replica.map is not None
+        wanted, source = replica.to_load(), replica.map.source
+        if self._reader is not None and not set(wanted) <= set(self._reader.wanted.items()):
+            self._reader.stop()
+            self._reader = None
+        if self._reader is None and wanted and source is not None and now >= self._read_at:
+            self._reader = CutReader(source, wanted)
+        if self._reader is None:
+            return False
+        while (found := self._reader.take()) is not None:
+            bucket, clients, payload = found
+            replica.on_loaded(bucket, self._reader.wanted[bucket], clients, payload)
+        if self._reader.error:
+            _LOG.error("a cut cannot be read", extra={"fields": {"error": self._reader.error}})
+            self._read_at = now + RETRY_S
+        if self._reader.error or not replica.to_load():
+            self._reader = None
+        return self._reader is not None
 
     def _receive(self, socket: Any, *, from_coordinator: bool) -> None:
         """Take what has come, a few messages at most, so that no socket waits for another."""
@@ -132,8 +205,8 @@ class ParameterServer:
     def _from_coordinator(self, message: Any) -> None:
         if isinstance(message, m.MapNews):
             if self._replica is None and message.map.placements:
-                store = Store(len(message.map.placements))
-                self._replica = Replica(self._id, store)
+                self._store = Store(len(message.map.placements))
+                self._replica = Replica(self._id, self._store)
             if self._replica is not None:
                 self._replica.on_map(message.map, time.monotonic())
                 for name in self._peers.keys() - message.map.servers.keys():

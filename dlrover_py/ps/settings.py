@@ -24,6 +24,8 @@ class Settings:
     """The file that ``dlrover ps serve`` has written (``DLROVER_PS``)."""
     rank: str = "0"
     """Global rank of this worker (``RANK``)."""
+    world: int = 1
+    """Number of workers (``WORLD_SIZE``)."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Self:
@@ -31,10 +33,16 @@ class Settings:
 
         Args:
             environ: The variables. None: those of this process.
+
+        Raises:
+            ConfigError: ``WORLD_SIZE`` is no number.
         """
         environ = os.environ if environ is None else environ
         path = environ.get(ENV_PS, "")
-        return cls(Path(path) if path else None, environ.get("RANK") or "0")
+        world = environ.get("WORLD_SIZE") or "1"
+        if not world.isdecimal():
+            raise ConfigError(f"WORLD_SIZE is {world!r}: expected the number of workers")
+        return cls(Path(path) if path else None, environ.get("RANK") or "0", int(world))
 
 
 def environment(access: Path) -> dict[str, str]:

@@ -19,12 +19,12 @@ def steps(folder: Path, rank: int) -> list[float]:
     return [float(line.split()[1]) for line in lines]
 
 
-def undisturbed(folder: Path) -> list[str]:
+def undisturbed(folder: Path, count: int = STEPS) -> list[str]:
     """Train the two ranks one after the other, in this process; return the rows."""
     folder.mkdir()
     with servers(folder) as access, client(access) as one:
         for rank in (0, 1):
-            assert len(list(train(one, rank, 2, STEPS))) == STEPS
+            assert len(list(train(one, rank, 2, count))) == count
         return [rows_of(one, rank, 2) for rank in (0, 1)]
 
 

@@ -1,10 +1,11 @@
 """Trains embeddings on a parameter server; the result does not depend on the workers' order.
 
-    train_on_ps.py FOLDER STEPS
+    train_on_ps.py FOLDER STEPS [CUT]
 
 Each rank has users of its own in a table with Adagrad. All ranks count into one table, whose
 gradients are whole numbers. Each step is a line of ``FOLDER/steps.RANK``. At the end, a rank writes
 the rows of its users and of the counters into ``FOLDER/rows.RANK``, when all ranks have ended.
+With CUT, the ranks go back to the newest cut first, and save after step CUT and at the end.
 """
 
 import os
@@ -34,14 +35,16 @@ def users_of(rank: int, size: int) -> torch.Tensor:
     return torch.arange(100) * size + rank
 
 
-def train(client: ps.PsClient, rank: int, size: int, steps: int) -> Iterator[int]:
-    """Train as a rank; yield the number of each step that has ended."""
+def train(client: ps.PsClient, rank: int, size: int, steps: int, done: int = 0) -> Iterator[int]:
+    """Train as a rank, after the first steps; yield the number of each step that has ended."""
     model = Model(client)
     optimizer = ps.Optimizer(model)
     random = torch.Generator().manual_seed(rank)
     for step in range(steps):
         users = users_of(rank, size)[torch.randint(0, 100, (20, 4), generator=random)]
         items = torch.randint(0, 50, (30,), generator=random)
+        if step < done:
+            continue
         optimizer.zero_grad()
         model(users, items).backward()
         optimizer.step()
@@ -58,11 +61,15 @@ def rows_of(client: ps.PsClient, rank: int, size: int) -> str:
 def main() -> None:
     folder, steps = Path(sys.argv[1]), int(sys.argv[2])
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    cut = int(sys.argv[3]) if len(sys.argv) > 3 else -1
     client = ps.connect()
-    with (folder / f"steps.{rank}").open("w", encoding="ascii") as file:
-        for step in train(client, rank, size, steps):
+    done = client.restore() or 0 if cut >= 0 else 0
+    with (folder / f"steps.{rank}").open("a", encoding="ascii") as file:
+        for step in train(client, rank, size, steps, done):
             file.write(f"{step} {time.monotonic()}\n")
             file.flush()
+            if step + 1 in (cut, steps) and cut >= 0:
+                client.save(step + 1)
     (folder / f"done.{rank}").touch()
     while not all((folder / f"done.{one}").exists() for one in range(size)):
         Event().wait(0.02)

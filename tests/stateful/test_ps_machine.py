@@ -2,7 +2,8 @@
 
 Servers, two workers and a planner, over a network that loses, repeats and reorders messages. The
 model is a single table: every push of a worker, added up. A server is only killed while each bucket
-that it leads has a running in-sync backup, so no bucket may be lost.
+that it leads has a running in-sync backup, so no bucket may be lost. Workers without an open push
+may save the table, or go back to what they saved last; the model does the same.
 """
 
 import sys
@@ -26,7 +27,7 @@ from hypothesis.stateful import (
 
 from dlrover_py.ps import messages as m
 from dlrover_py.ps import planner, replication, specs
-from dlrover_py.ps.cluster_map import AckMode, ClusterMap
+from dlrover_py.ps.cluster_map import AckMode, ClusterMap, CutPlace
 from dlrover_py.ps.hashing import bucket_of, salt_of
 from dlrover_py.ps.session import PendingRequests
 from dlrover_py.ps.specs import TableSpec
@@ -86,6 +87,11 @@ class PsMachine(RuleBasedStateMachine):
         self.expected = np.zeros(len(IDS))
         self.acknowledged: dict[tuple[int, str], tuple[int, int]] = {}
         """The last acknowledged push of each bucket and worker."""
+        self.cuts = 0
+        self.parts: dict[int, Any] = {}
+        """The buckets of the cut that is being written: numbers of pushes, and rows."""
+        self.saved: tuple[CutPlace, dict[int, Any], Any] | None = None
+        """The last cut, with the model at that time."""
         for _ in range(servers):
             self.start_server()
         self.deliver_all()
@@ -102,7 +108,8 @@ class PsMachine(RuleBasedStateMachine):
     def say_alive(self, name: str) -> None:
         replica = self.servers[name]
         epoch = replica.map.epoch if replica.map else 0
-        alive = m.Alive(name, self.addresses[name], epoch, tuple(replica.synced()))
+        ready, loaded = tuple(replica.synced()), tuple(replica.loaded())
+        alive = m.Alive(name, self.addresses[name], epoch, ready, loaded)
         self.network.append((name, COORDINATOR, alive, None))
 
     def flush(self, name: str) -> None:
@@ -135,6 +142,8 @@ class PsMachine(RuleBasedStateMachine):
         self.plan.heard(message.server, message.address, self.now)
         for bucket, term, learner in message.synced:
             self.plan.synced(message.server, bucket, term, learner)
+        for bucket, term in message.loaded:
+            self.plan.loaded(message.server, bucket, term)
         if message.epoch < self.plan.map.epoch:
             self.network.append((COORDINATOR, message.server, m.MapNews(self.plan.map), None))
 
@@ -205,8 +214,10 @@ class PsMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(CLIENTS), ids=st.sets(st.sampled_from(range(len(IDS))), min_size=1))
     def push(self, name: str, ids: set[int]) -> None:
-        client = self.clients[name]
-        if len(client.requests):
+        client, known = self.clients[name], self.clients[name].requests.map
+        if len(client.requests) or self.plan.map.cut is not None:
+            return
+        if known is None or known.epoch < self.plan.map.restored:  # it waits for that map
             return
         client.seq += 1
         client.ids = tuple(sorted(ids))
@@ -243,7 +254,11 @@ class PsMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0, 9))
     def a_server_dies(self, index: int) -> None:
         name = sorted(self.servers)[index % len(self.servers)]
+        if len(self.servers) == 1:
+            return
         for one in self.plan.map.placements:
+            if one.loading and self.may_kill:
+                continue
             alive = [backup for backup in one.backups if backup in self.servers]
             if not self.may_kill or (one.primary == name and not alive):
                 return
@@ -294,11 +309,15 @@ class PsMachine(RuleBasedStateMachine):
     def no_bucket_is_lost(self) -> None:
         assert not any(one.lost for one in self.plan.map.placements)
 
+    def cuts_go_on(self) -> None:
+        """Let servers finish a cut, and read what they have to."""
+
     def teardown(self) -> None:
         """Let everything arrive, and compare the tables with the model."""
         if not hasattr(self, "plan"):
             return
         for _ in range(40):
+            self.cuts_go_on()
             self.time_passes(1.1, True)
             self.deliver_all()
         self.what_is_acknowledged_is_on_all_in_sync_copies()
@@ -323,7 +342,56 @@ class PsMachine(RuleBasedStateMachine):
         assert max(counts) - min(counts) <= 1, "the servers are uneven"
 
 
-TestPs = PsMachine.TestCase
+class PsCutMachine(PsMachine):
+    """The same, and workers save and go back. Planted bugs are found sooner without that."""
+
+    @rule()
+    def workers_save(self) -> None:
+        if self.plan.map.cut is None and not any(
+            len(one.requests) for one in self.clients.values()
+        ):
+            self.cuts += 1
+            self.parts = {}
+            self.plan.begin_cut(CutPlace("cuts", f"step-{self.cuts}", self.cuts))
+            self.publish()
+
+    @rule()
+    def servers_write(self) -> None:
+        """Each server that knows of the cut writes what it leads. The first copy counts."""
+        place = self.plan.map.cut
+        for name, replica in self.servers.items():
+            if place is not None and replica.map is not None and replica.map.cut == place:
+                for bucket in replica.led():
+                    part = (replica.numbers(bucket), self.data[name].copy(bucket))
+                    self.parts.setdefault(bucket, part)
+        if place is not None and len(self.parts) == BUCKETS:
+            self.saved = (place, self.parts, self.expected.copy())
+            self.plan.end_cut()
+            self.publish()
+
+    @rule()
+    def workers_go_back(self) -> None:
+        busy = self.plan.map.cut or any(len(one.requests) for one in self.clients.values())
+        if self.saved is not None and not busy:
+            place, _, model = self.saved
+            self.plan.restore(place, (TABLE,), BUCKETS, set(CLIENTS))
+            self.expected, self.acknowledged = model.copy(), {}
+            self.publish()
+
+    @rule(count=st.integers(1, BUCKETS))
+    def servers_read(self, count: int) -> None:
+        for name in list(self.servers):
+            for bucket, term in self.servers[name].to_load()[:count]:
+                assert self.saved is not None
+                self.servers[name].on_loaded(bucket, term, *self.saved[1][bucket])
+            self.flush(name)
+
+    def cuts_go_on(self) -> None:
+        self.servers_write()
+        self.servers_read(BUCKETS)
+
+
+TestPs = PsCutMachine.TestCase
 TestPs.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
