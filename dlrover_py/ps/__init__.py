@@ -9,10 +9,12 @@ if TYPE_CHECKING:
     from dlrover_py.ps.client import DataLossError, PsClient, connect
     from dlrover_py.ps.embedding import Embedding, EmbeddingBag, Optimizer
     from dlrover_py.ps.local import LocalServers
+    from dlrover_py.ps.replace import replace_embeddings
     from dlrover_py.ps.specs import (
         TableSpec,
         adagrad,
         adam,
+        formats,
         ftrl,
         normal,
         row_adagrad,
@@ -31,8 +33,10 @@ __all__ = [
     "adagrad",
     "adam",
     "connect",
+    "formats",
     "ftrl",
     "normal",
+    "replace_embeddings",
     "row_adagrad",
     "sgd",
     "uniform",
@@ -46,6 +50,7 @@ _HOMES = {
     "EmbeddingBag": "embedding",
     "Optimizer": "embedding",
     "LocalServers": "local",
+    "replace_embeddings": "replace",
 }
 """Module of each name. All others are in ``specs``."""
 
