@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from dlrover_py.ps.hashing import Floats
 from dlrover_py.ps.specs import RowFormat
@@ -15,7 +16,7 @@ from dlrover_py.ps.specs import RowFormat
 _LEVELS = 127
 """The greatest number of ``int8`` rows. -128 is not used."""
 _SMALLEST = np.float32(np.finfo(np.float32).tiny)
-_CHUNK = 4096
+_CHUNK = 1024
 """Rows that are rounded at a time, so that temporary arrays fit into the cache."""
 
 
@@ -38,33 +39,56 @@ def encode(rows: Floats, format: RowFormat, seed: int = 0) -> list[Any]:
         with np.errstate(over="ignore"):
             return [rows.astype(np.float16)]
     if format is RowFormat.BF16:
-        bits = np.ascontiguousarray(rows).view(np.uint32)
-        rounded = ((bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16).astype(np.uint16)
-        odd = np.isnan(rows)
-        rounded[odd] = 0x7FC0
-        return [rounded]
+        return [_as_bf16(rows)]
     if format is RowFormat.INT8:
-        return _as_bytes(rows, seed)
+        return _as_int8(rows, seed)
     return [rows]
 
 
-def _as_bytes(rows: Floats, seed: int) -> list[Any]:
+def _as_bf16(rows: Floats) -> npt.NDArray[np.uint16]:
+    """Return the upper 16 bits of rows, rounded to the nearest number, to an even one of two."""
+    values = np.empty(rows.shape, np.uint16)
+    for start in range(0, len(rows), _CHUNK):
+        part = np.ascontiguousarray(rows[start : start + _CHUNK])
+        bits = part.view(np.uint32) >> np.uint32(16)
+        bits &= np.uint32(1)
+        bits += np.uint32(0x7FFF)
+        bits += part.view(np.uint32)
+        bits >>= np.uint32(16)
+        nan = np.isnan(part)
+        if nan.any():
+            bits[nan] = 0x7FC0
+        values[start : start + _CHUNK] = bits
+    return values
+
+
+def _as_int8(rows: Floats, seed: int) -> list[Any]:
     """Return rows as int8, and the scale of each row."""
     values = np.empty(rows.shape, np.int8)
     scales = np.empty(len(rows), np.float32)
-    generator = np.random.Generator(np.random.SFC64(seed))
+    bits = np.random.SFC64(seed).random_raw((rows.size + 3) // 4).view(np.uint16)
+    draws = bits[: rows.size].reshape(rows.shape)
     with np.errstate(all="ignore"):
         for start in range(0, len(rows), _CHUNK):
-            part = rows[start : start + _CHUNK]
-            scale = np.maximum(part.max(axis=1), -part.min(axis=1)) / np.float32(_LEVELS)
+            here = slice(start, start + _CHUNK)
+            part = rows[here]
+            scale = _greatest(np.abs(part)) / np.float32(_LEVELS)
             scale[scale < _SMALLEST] = 0
-            scaled = part / np.where(scale > 0, scale, np.float32(np.inf))[:, None]
-            scaled += generator.random(part.shape, np.float32)
+            scaled = draws[here].astype(np.float32)
+            scaled *= np.float32(2.0**-16)
+            scaled += part / np.where(scale > 0, scale, np.float32(np.inf))[:, None]
             np.floor(scaled, out=scaled)
             np.clip(scaled, -_LEVELS, _LEVELS, out=scaled)
-            values[start : start + _CHUNK] = scaled
-            scales[start : start + _CHUNK] = scale
+            values[here], scales[here] = scaled, scale
     return [values, scales]
+
+
+def _greatest(part: Floats) -> Floats:
+    """Return the greatest value of each row; faster than ``max(axis=1)`` for rows of this size."""
+    while part.shape[1] > 1:
+        half = (part.shape[1] + 1) // 2
+        part = np.maximum(part[:, :half], part[:, -half:])
+    return part[:, 0]
 
 
 def decode(arrays: Sequence[Any]) -> Floats | None:
