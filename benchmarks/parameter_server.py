@@ -24,9 +24,10 @@ import numpy as np
 
 from dlrover_py.ps import specs
 from dlrover_py.ps.client import PsClient, connect
+from dlrover_py.ps.codecs import decode, encode
 from dlrover_py.ps.local import LocalServers
 from dlrover_py.ps.planner import PlanRules
-from dlrover_py.ps.specs import TableSpec
+from dlrover_py.ps.specs import Formats, RowFormat, TableSpec
 from dlrover_py.ps.store import Table
 
 DIM = 64
@@ -65,8 +66,14 @@ def store_rate(times: int) -> float:
     return statistics.median(rates)
 
 
-def push_rate(replicas: int, times: int) -> float:
-    """Return thousands of rows per second of one worker's pushes and pulls, with two servers."""
+def push_rate(replicas: int, times: int, formats: Formats | None = None) -> float:
+    """Return thousands of rows per second of one worker's pushes and pulls, with two servers.
+
+    Args:
+        replicas: Copies of each row.
+        times: Number of measurements; the result is their median.
+        formats: Formats of rows and gradients in messages.
+    """
     parts, grads = batches()
     rules = PlanRules(replicas=replicas)
     rates = []
@@ -75,7 +82,7 @@ def push_rate(replicas: int, times: int) -> float:
         LocalServers(Path(folder), 2, rules=rules) as servers,
         connect(servers.access) as client,
     ):
-        client.create(TABLE)
+        client.create(TABLE, formats)
         for ids in parts:
             client.push({"t": (ids, grads)}).result()
         for _ in range(times):
@@ -85,6 +92,22 @@ def push_rate(replicas: int, times: int) -> float:
                 client.push({"t": (ids, grads)}).result()
             rates.append(ROWS / (time.perf_counter() - start) / 1e3)
     return statistics.median(rates)
+
+
+def codec_rate(format: RowFormat, times: int) -> float:
+    """Return millions of rows per second of processor time that are encoded and decoded."""
+    _, grads = batches()
+    rates = []
+    for seed in range(times):
+        start = time.thread_time()
+        decode(encode(grads, format, seed))
+        rates.append(BATCH / (time.thread_time() - start) / 1e6)
+    return statistics.median(rates)
+
+
+def bytes_of(format: RowFormat) -> int:
+    """Return the bytes of a row in a message, without its id."""
+    return sum(array.nbytes for array in encode(np.zeros((1, DIM), np.float32), format))
 
 
 def pushing(client: PsClient, over: threading.Event, ends: list[float]) -> None:
@@ -151,6 +174,7 @@ def main() -> None:
     times = 3 if given.quick else 9
     rate = store_rate(times)
     single, double = push_rate(1, times), push_rate(2, times)
+    small = push_rate(2, times, specs.formats(pull="fp16", push="int8"))
     killed, moved, calm = disturbed(times)
     share = double / single
     rows = [
@@ -159,6 +183,13 @@ def main() -> None:
         row("the same through 2 servers, 1 copy", "–", f"{single:.0f} k rows/s", None, times),
         row("the same, 2 copies", "≥ 0.6 of 1 copy", f"{double:.0f} k rows/s ({share:.2f})",
             share >= 0.6, times),
+        row("the same, 2 copies, rows as fp16 and gradients as int8", "–",
+            f"{small:.0f} k rows/s", None, times,
+            f"{bytes_of(RowFormat.FP16) + bytes_of(RowFormat.INT8)} instead of "
+            f"{2 * bytes_of(RowFormat.FP32)} bytes for a row and its gradient"),
+        *(row(f"to {one} and back, one core", "–", f"{codec_rate(one, 9 * times):.1f} M rows/s",
+              None, 9 * times, f"{bytes_of(one)} bytes a row")
+          for one in (RowFormat.FP16, RowFormat.BF16, RowFormat.INT8)),
         row("kill -9 of a server under load: longest wait for a push", "≤ 0.5 s",
             f"{killed:.2f} s", killed <= 0.5, times),
         row("2 → 4 → 3 servers under load: longest wait for a push", "–", f"{moved:.2f} s", None, 1,

@@ -10,10 +10,12 @@ if TYPE_CHECKING:
     from dlrover_py.ps.client import DataLossError, PsClient, connect
     from dlrover_py.ps.embedding import Embedding, EmbeddingBag, Optimizer
     from dlrover_py.ps.local import LocalServers
+    from dlrover_py.ps.replace import replace_embeddings
     from dlrover_py.ps.specs import (
         TableSpec,
         adagrad,
         adam,
+        formats,
         ftrl,
         normal,
         row_adagrad,
@@ -32,8 +34,10 @@ __all__ = [
     "adagrad",
     "adam",
     "connect",
+    "formats",
     "ftrl",
     "normal",
+    "replace_embeddings",
     "restore",
     "row_adagrad",
     "save",
@@ -49,6 +53,7 @@ _HOMES = {
     "EmbeddingBag": "embedding",
     "Optimizer": "embedding",
     "LocalServers": "local",
+    "replace_embeddings": "replace",
     "restore": "calls",
     "save": "calls",
 }

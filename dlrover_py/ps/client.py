@@ -5,6 +5,7 @@ push that is sent again, to whichever server, keeps its number, so it counts onc
 """
 
 import contextlib
+import itertools
 import os
 import threading
 import time
@@ -27,10 +28,12 @@ from dlrover_py.protocol.errors import (
 )
 from dlrover_py.ps import messages as m
 from dlrover_py.ps.cluster_map import ClusterMap
-from dlrover_py.ps.hashing import Floats, Ids, bucket_of, salt_of
+from dlrover_py.ps.codecs import decode as decode_rows
+from dlrover_py.ps.codecs import encode as encode_rows
+from dlrover_py.ps.hashing import Floats, Ids, Words, bucket_of, mix, salt_of
 from dlrover_py.ps.session import PendingRequests, SendPart
 from dlrover_py.ps.settings import Settings, read_access
-from dlrover_py.ps.specs import TableSpec
+from dlrover_py.ps.specs import Formats, RowFormat, TableSpec
 from dlrover_py.ps.store import Payload
 from dlrover_py.ps.wire import JobAccess, WireError, decode, send
 
@@ -52,13 +55,15 @@ class _TableRows:
 
     table: str
     arrays: list[Any]
-    """Ids, and gradients for a push."""
+    """Ids, and gradients for a push, in the format in which they are sent."""
     starts: Ids
     """First row of each bucket, and the end."""
     order: Ids
     """Row of the request at each place."""
     rows: Floats | None = None
     """The rows that a pull has received."""
+    format: RowFormat = RowFormat.FP32
+    """How the rows of a pull are to come."""
 
 
 @dataclass(slots=True)
@@ -110,6 +115,9 @@ class PsClient:
         self._meeting: _Meeting | None = None
         self._meetings = 0
         self._seq = 0
+        self._formats: dict[str, Formats] = {}
+        self._seeds = itertools.count()
+        """Seeds of random roundings: each push has another one."""
         self._address = access.address
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
@@ -129,17 +137,27 @@ class PsClient:
         assert self._requests.map is not None
         return self._requests.map
 
-    def create(self, spec: TableSpec) -> None:
+    def create(self, spec: TableSpec, formats: Formats | None = None) -> None:
         """Make a table, or check that it exists with the same properties.
 
+        Args:
+            spec: The table.
+            formats: The formats of its rows and gradients in this worker's messages. None: float32.
+
         Raises:
-            ConfigError: The table is malformed, or exists with other properties.
+            ConfigError: The table is malformed, or exists with other properties; or this worker
+                already uses it with other formats.
             UnreachableError: The coordinator did not answer.
         """
+        formats = formats or Formats()
+        known = self._formats.get(spec.name, formats)
+        if known != formats:
+            raise ConfigError(f"table {spec.name} is used twice: with {known}, and with {formats}")
         with self._changed:
             self._refusal = ""
         self._post(spec)
         self._wait(lambda: self._has(spec), f"table {spec.name}")
+        self._formats[spec.name] = formats
 
     def pull(self, ids: Mapping[str, Ids]) -> "Future[dict[str, Floats]]":
         """Ask for rows.
@@ -168,7 +186,8 @@ class PsClient:
             ``ConfigError``.
 
         Raises:
-            ConfigError: An array has another type or shape, or a table does not exist.
+            ConfigError: An array has another type or shape, a gradient is no number that the format
+                of the table's gradients has, or a table does not exist.
         """
         return self._request(grads, push=True)
 
@@ -258,8 +277,11 @@ class PsClient:
             touched |= sizes > 0
             starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
             ordered = [np.asarray(array)[order] for array in arrays]
+            used = self._formats.get(name, Formats())
+            if push:
+                ordered[1:] = self._encoded(spec, used.push, ordered[1])
             rows = None if push else np.empty((len(ids), spec.dim), np.float32)
-            parts.append(_TableRows(name, ordered, starts, order, rows))
+            parts.append(_TableRows(name, ordered, starts, order, rows, used.pull))
         buckets = tuple(np.flatnonzero(touched).tolist())
         request = _Request(parts, buckets, push, time.monotonic() + self._timeout_s)
         if not buckets:
@@ -280,6 +302,29 @@ class PsClient:
             verb = "not restored" if restore else "not saved"
             raise CheckpointError(f"the tables were {verb}: {met.words}")
         return met.step
+
+    def _encoded(self, spec: TableSpec, format: RowFormat, grads: Floats) -> list[Any]:
+        """Return the arrays that carry gradients. A push that is sent again has the same ones.
+
+        Args:
+            spec: The table.
+            format: The format of its gradients.
+            grads: The gradients, float32.
+
+        Raises:
+            ConfigError: The format does not have such a number.
+        """
+        if format is RowFormat.FP32:
+            return [grads]
+        words: Words = np.array([next(self._seeds), salt_of(self.name), salt_of(spec.name)], "u8")
+        arrays = encode_rows(grads, format, int(np.bitwise_xor.reduce(mix(words))))
+        carried = decode_rows(arrays)
+        if carried is None or not np.isfinite(carried).all():
+            raise ConfigError(
+                f"table {spec.name}: expected gradients that are numbers which {format} has, found "
+                f"values up to {np.abs(grads).max()}; use bf16 for large ones"
+            )
+        return arrays
 
     def _post(self, command: _Request | _Meeting | TableSpec) -> None:
         if self._broken is not None:
@@ -407,7 +452,8 @@ class PsClient:
                 for part in request.parts
             ]
             epoch = self.map.epoch
-            message: m.Push | m.Pull = m.Pull(epoch, one.seq, one.buckets)
+            formats = {part.table: part.format for part in request.parts}
+            message: m.Push | m.Pull = m.Pull(epoch, one.seq, one.buckets, formats)
             if request.push:
                 message = m.Push(self.name, self._incarnation, epoch, one.seq, one.buckets)
             self._send(one.server, message, payload)
@@ -486,8 +532,10 @@ class PsClient:
         request = self._open.get(message.seq)
         if request is None or request.push:
             return
-        for part, (_, (rows,)) in zip(request.parts, payload, strict=True):
+        for part, (_, arrays) in zip(request.parts, payload, strict=True):
+            rows = decode_rows(arrays)
             assert part.rows is not None
+            assert rows is not None
             if _covers(part, message.buckets):
                 part.rows[:] = rows
                 continue

@@ -6,7 +6,7 @@ A forward pass pulls each row of the batch once. The gradient of these rows goes
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.ps import specs
 from dlrover_py.ps.client import PsClient, connect
 from dlrover_py.ps.hashing import Floats, Ids
-from dlrover_py.ps.specs import InitSpec, OptimizerSpec, TableSpec
+from dlrover_py.ps.specs import Formats, InitSpec, OptimizerSpec, TableSpec
 
 _default: list[PsClient] = []
 
@@ -27,6 +27,16 @@ def default_client() -> PsClient:
     if not _default:
         _default.append(connect())
     return _default[0]
+
+
+class TableOptions(TypedDict, total=False):
+    """The options of each table, which :class:`Embedding` explains."""
+
+    optimizer: OptimizerSpec | None
+    init: InitSpec | None
+    formats: Formats | None
+    padding_idx: int | None
+    client: PsClient | None
 
 
 class _Rows(nn.Module):
@@ -39,6 +49,8 @@ class _Rows(nn.Module):
         *,
         optimizer: OptimizerSpec | None = None,
         init: InitSpec | None = None,
+        formats: Formats | None = None,
+        padding_idx: int | None = None,
         client: PsClient | None = None,
     ) -> None:
         """Make the table, or use the existing one.
@@ -48,6 +60,8 @@ class _Rows(nn.Module):
             dim: Values in a row.
             optimizer: How the servers change rows. None: Adagrad with a learning rate of 0.01.
             init: First values of rows. None: normal, as in ``nn.Embedding``.
+            formats: Formats of rows and gradients in messages. None: float32.
+            padding_idx: An id whose row is 0 and gets no gradient; a bag leaves it out.
             client: The connection. None: that of this process.
 
         Raises:
@@ -56,7 +70,8 @@ class _Rows(nn.Module):
         super().__init__()
         self.table = TableSpec(name, dim, optimizer or specs.adagrad(0.01), init or specs.normal())
         self.client = client or default_client()
-        self.client.create(self.table)
+        self.client.create(self.table, formats)
+        self.padding_idx = padding_idx
         self._used: list[tuple[Ids, Tensor]] = []
         self._prefetched: list[tuple[Ids, Future[dict[str, Floats]]]] = []
 
@@ -88,8 +103,8 @@ class _Rows(nn.Module):
         """Return the table's name and size, for ``print``."""
         return f"{self.table.name!r}, {self.table.dim}"
 
-    def _rows_of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows of the distinct ids, and the row number of each id."""
+    def _rows_of(self, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
+        """Return the rows of the distinct ids, the row number of each id, and that of padding."""
         unique, places = np.unique(_int64(ids), return_inverse=True)
         future = None
         for at, (known, pulled) in enumerate(self._prefetched):
@@ -98,11 +113,16 @@ class _Rows(nn.Module):
                 del self._prefetched[at]
                 break
         future = future or self.client.pull({self.table.name: unique})
-        rows = torch.from_numpy(future.result()[self.table.name]).to(ids.device)
+        values = future.result()[self.table.name]
+        padding = None
+        if self.padding_idx is not None and self.padding_idx in unique:
+            padding = int(np.searchsorted(unique, self.padding_idx))
+            values[padding] = 0
+        rows = torch.from_numpy(values).to(ids.device)
         if torch.is_grad_enabled() and self.training:
             rows.requires_grad_()
             self._used.append((unique, rows))
-        return rows, torch.from_numpy(places.reshape(ids.shape)).to(ids.device)
+        return rows, torch.from_numpy(places.reshape(ids.shape)).to(ids.device), padding
 
 
 class Embedding(_Rows):
@@ -110,10 +130,10 @@ class Embedding(_Rows):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the rows of ids, shape ``[*input.shape, dim]``."""
-        rows, places = self._rows_of(input)
+        rows, places, padding = self._rows_of(input)
         if not len(rows):
             return rows.new_zeros((*input.shape, self.table.dim))
-        return functional.embedding(places, rows)
+        return functional.embedding(places, rows, padding)
 
 
 class EmbeddingBag(_Rows):
@@ -126,9 +146,7 @@ class EmbeddingBag(_Rows):
         *,
         mode: str = "mean",
         include_last_offset: bool = False,
-        optimizer: OptimizerSpec | None = None,
-        init: InitSpec | None = None,
-        client: PsClient | None = None,
+        **options: Unpack[TableOptions],
     ) -> None:
         """Make the table, or use the existing one.
 
@@ -137,16 +155,14 @@ class EmbeddingBag(_Rows):
             dim: Values in a row.
             mode: ``sum``, ``mean`` or ``max``.
             include_last_offset: Whether offsets have the end of the last bag, as a CSR row pointer.
-            optimizer: How the servers change rows. None: Adagrad with a learning rate of 0.01.
-            init: First values of rows. None: normal, as in ``nn.EmbeddingBag``.
-            client: The connection. None: that of this process.
+            options: The options of :class:`Embedding`.
 
         Raises:
             ConfigError: The mode is unknown, or the table exists with other properties.
         """
         if mode not in ("sum", "mean", "max"):
             raise ConfigError(f"table {name}: expected mode sum, mean or max, found {mode!r}")
-        super().__init__(name, dim, optimizer=optimizer, init=init, client=client)
+        super().__init__(name, dim, **options)
         self.mode, self.include_last_offset = mode, include_last_offset
 
     def forward(
@@ -162,7 +178,7 @@ class EmbeddingBag(_Rows):
             offsets: First position of each bag in ``input``.
             per_sample_weights: Weights of the rows, of the shape of ``input``; for mode ``sum``.
         """
-        rows, places = self._rows_of(input)
+        rows, places, padding = self._rows_of(input)
         if not len(rows):
             rows = rows.new_zeros((1, self.table.dim))
         return functional.embedding_bag(
@@ -172,6 +188,7 @@ class EmbeddingBag(_Rows):
             mode=self.mode,
             per_sample_weights=per_sample_weights,
             include_last_offset=self.include_last_offset,
+            padding_idx=padding,
         )
 
 

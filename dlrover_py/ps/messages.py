@@ -5,11 +5,11 @@ changes, and ``last_term`` is the term of the last one. Two copies with the same
 ``version`` have the same rows, because each term has one primary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from dlrover_py.ps.cluster_map import ClusterMap
-from dlrover_py.ps.specs import TableSpec
+from dlrover_py.ps.specs import RowFormat, TableSpec
 
 Mark = tuple[int, int, int, int]
 
@@ -30,7 +30,7 @@ class RefusalReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """Gradients of a worker; payload: ``[ids, gradients]`` for each table.
+    """Gradients of a worker; payload: ``[ids, *gradients]`` for each table, see ``codecs``.
 
     ``(incarnation, seq)`` only grows for a worker, and stays when the push is sent again. The
     worker sends the next one when all buckets of this one are acknowledged.
@@ -51,6 +51,8 @@ class Pull:
     epoch: int
     seq: int
     buckets: tuple[int, ...]
+    formats: dict[str, RowFormat] = field(default_factory=dict)
+    """How the rows of a table are to come, if not as float32."""
 
 
 # --- Server to worker ---
@@ -66,7 +68,7 @@ class Pushed:
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """Rows of the buckets of a pull; payload: ``[rows]``, in the order of the request."""
+    """Rows of the buckets of a pull; payload: ``[*rows]``, in the order of the request."""
 
     seq: int
     buckets: tuple[int, ...]

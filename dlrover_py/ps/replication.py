@@ -7,7 +7,7 @@ an older term gets no answer and can acknowledge nothing that needs one.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,7 +27,7 @@ from dlrover_py.ps.messages import (
     RefusedRequest,
     Replicate,
 )
-from dlrover_py.ps.specs import TableSpec
+from dlrover_py.ps.specs import RowFormat, TableSpec
 
 Rows = list[tuple[str, list[Any]]]
 """A payload: arrays of tables, which this module only passes on."""
@@ -50,8 +50,16 @@ class Data(Protocol):
             grads: Whether it must have gradients.
         """
 
-    def read(self, payload: Rows, buckets: Collection[int]) -> Rows:
-        """Return the rows of a pull that are in some buckets."""
+    def read(
+        self, payload: Rows, buckets: Collection[int], formats: Mapping[str, RowFormat]
+    ) -> Rows:
+        """Return the rows of a pull that are in some buckets.
+
+        Args:
+            payload: The payload of the pull.
+            buckets: The buckets.
+            formats: How the rows of a table are to be sent, if not as float32.
+        """
 
     def apply(self, payload: Rows, buckets: Collection[int]) -> Rows:
         """Apply the part of a push that is in some buckets; return the records."""
@@ -371,7 +379,7 @@ class Replica:
             return
         led = tuple(bucket for bucket in pull.buckets if self._leads(bucket))
         if led:
-            self._send(route, Pulled(pull.seq, led), self._data.read(payload, led))
+            self._send(route, Pulled(pull.seq, led), self._data.read(payload, led, pull.formats))
         moved = [bucket for bucket in pull.buckets if bucket not in set(led)]
         self._refuse(route, pull.seq, moved, RefusalReason.MOVED)
 

@@ -19,6 +19,7 @@ from dlrover_py import telemetry
 from dlrover_py.process.identity import signal_at_parents_end
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.ps import messages as m
+from dlrover_py.ps.codecs import decoded
 from dlrover_py.ps.replication import Replica
 from dlrover_py.ps.settings import read_access
 from dlrover_py.ps.store import Payload, Store
@@ -221,7 +222,7 @@ class ParameterServer:
             return
         match message:
             case m.Push():
-                replica.on_push(route, message, payload, now)
+                replica.on_push(route, message, decoded(payload), now)
             case m.Pull():
                 replica.on_pull(route, message, payload)
             case m.Replicate():

@@ -71,6 +71,24 @@ class InitSpec:
     seed: int = 0
 
 
+class RowFormat(StrEnum):
+    """How a message carries rows or gradients. Servers keep float32 in any case."""
+
+    FP32 = "fp32"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    INT8 = "int8"
+    """A byte for each value, and a scale for each row; rounded up or down at random."""
+
+
+@dataclass(frozen=True, slots=True)
+class Formats:
+    """The formats in which a worker gets the rows of a table, and sends its gradients."""
+
+    pull: RowFormat = RowFormat.FP32
+    push: RowFormat = RowFormat.FP32
+
+
 @dataclass(frozen=True, slots=True)
 class TableSpec:
     """One table. It cannot change while a job runs."""
@@ -114,6 +132,24 @@ def check_table(spec: TableSpec) -> None:
         raise ConfigError(f"table {spec.name}: beta1 and beta2 must be at least 0 and below 1")
     if not 0 <= spec.init.seed < 1 << 63:
         raise ConfigError(f"table {spec.name}: the seed must be at least 0 and below 2**63")
+
+
+def formats(*, pull: str = "fp32", push: str = "fp32") -> Formats:
+    """Return how messages carry the rows and the gradients of a table.
+
+    Args:
+        pull: Format of rows: ``fp32``, ``fp16`` or ``bf16``.
+        push: Format of gradients: one of these, or ``int8``.
+
+    Raises:
+        ConfigError: A format is unknown, or rows shall come as ``int8``.
+    """
+    names = [one.value for one in RowFormat]
+    if pull not in names[:-1]:
+        raise ConfigError(f"expected pull to be one of {', '.join(names[:-1])}, found {pull!r}")
+    if push not in names:
+        raise ConfigError(f"expected push to be one of {', '.join(names)}, found {push!r}")
+    return Formats(RowFormat(pull), RowFormat(push))
 
 
 def sgd(lr: float, *, momentum: float = 0.0, weight_decay: float = 0.0) -> OptimizerSpec:

@@ -1,19 +1,20 @@
 """The tables of one server, in memory: rows by id, worked on whole arrays at once.
 
 A *payload* is a list of ``(table, arrays)``: what a message carries of each table. The arrays of a
-pull are ``[ids]``, those of a push ``[ids, gradients]``, those of an answer ``[rows]``. A *record*
-is what replication carries: ``[ids, rows, steps, *slots]``.
+pull are ``[ids]``, those of a push ``[ids, gradients]``, those of an answer ``rows``, of which
+``codecs`` has the forms. A *record* is what replication carries: ``[ids, rows, steps, *slots]``.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
 
+from dlrover_py.ps.codecs import encode
 from dlrover_py.ps.hashing import Floats, Ids, bucket_of, first_rows, salt_of
 from dlrover_py.ps.index import IdIndex
 from dlrover_py.ps.optimizers import first_slots, update
-from dlrover_py.ps.specs import TableSpec
+from dlrover_py.ps.specs import RowFormat, TableSpec
 
 Array = npt.NDArray[np.generic]
 Payload = list[tuple[str, list[Array]]]
@@ -216,12 +217,21 @@ class Store:
                 return f"table {name}: a row is in a bucket that the message does not name"
         return ""
 
-    def read(self, payload: Payload, buckets: Collection[int]) -> Payload:
-        """Return the rows of a pull that are in some buckets, in the order of the pull."""
+    def read(
+        self, payload: Payload, buckets: Collection[int], formats: Mapping[str, RowFormat]
+    ) -> Payload:
+        """Return the rows of a pull that are in some buckets, in the order of the pull.
+
+        Args:
+            payload: The payload of the pull.
+            buckets: The buckets.
+            formats: How the rows of a table are to be sent, if not as float32.
+        """
         return [
-            (name, [self.tables[name].read(arrays[0].view(np.int64))])
+            (name, encode(self.tables[name].read(arrays[0].view(np.int64)),
+                          formats.get(name, RowFormat.FP32)))
             for name, arrays in self.select(payload, buckets)
-        ]
+        ]  # fmt: skip
 
     def apply(self, payload: Payload, buckets: Collection[int]) -> Payload:
         """Apply the part of a push that is in some buckets; return the records."""

@@ -30,7 +30,10 @@ LARGE_BYTES = 32768
 """Frames of this size are not copied when they are sent."""
 _MAGIC = b"DLPS"
 _PRELUDE = struct.Struct("<4sHH8s16s")
-_DTYPES = {dtype.str: dtype for dtype in map(np.dtype, ("<i4", "<i8", "<u4", "<f2", "<f4", "<f8"))}
+_DTYPES = {
+    dtype.str: dtype
+    for dtype in map(np.dtype, ("|i1", "<i4", "<i8", "<u2", "<u4", "<f2", "<f4", "<f8"))
+}
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in get_args(messages.Message)}
 
 
