@@ -883,6 +883,42 @@ def resume(name: str | None, target: Target) -> None:
 @job.command()
 @job_name
 @click.option(
+    "--timeout",
+    type=Real(0, 86_400),
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Longest time to wait. The write goes on after it.",
+)
+@target_options
+def checkpoint(name: str | None, timeout: float, target: Target) -> None:
+    """Store the newest checkpoint in memory now, while training goes on.
+
+    The answer names the step and the folder, or says why nothing was stored, with exit code 1. A
+    checkpoint that is in storage already is not written again.
+
+    \f
+
+    Args:
+        name: name of the job; None for the only one.
+        timeout: longest time to wait, in seconds.
+        target: cluster that the flags name.
+
+    Raises:
+        CheckpointError: nothing could be stored.
+        UnreachableError: the checkpoint was not in storage in time.
+    """
+    from dlrover_py.cli.jobs import Jobs, NamedJob
+
+    with selected_live_job(target, name) as job:
+        name = job.name
+    jobs = Jobs(namespace=target.namespace, context=target.context, kubeconfig=target.kubeconfig)
+    click.echo(view.plain(NamedJob(jobs, name).checkpoint(timeout)))
+
+
+@job.command()
+@job_name
+@click.option(
     "--rolling",
     is_flag=True,
     help="Replace one unit of nodes at a time, each once the job trains at full size again.",

@@ -18,6 +18,8 @@ from dlrover_py.protocol.local import History
 
 PORT = 8765
 """The port of the dashboard where it is free; a link in a browser's history then stays right."""
+STORE_S = 10.0
+"""Seconds that a page waits for a checkpoint. A longer write goes on, and the page shows its end."""
 POLL_S, CLUSTER_POLL_S = 1.0, 3.0
 """Seconds between two looks at a job that somebody watches."""
 
@@ -78,6 +80,7 @@ class JobPages:
             "resume": job.resume,
             "restart": job.restart,
             "stacks": job.take_stacks,
+            "checkpoint": lambda: job.checkpoint(STORE_S),
         }
         return simple[action]()
 

@@ -30,7 +30,7 @@ log = logging.getLogger("dashboard")
 
 COOKIE = "dlrover-session"
 MAX_FORM_BYTES = 4096
-ACTIONS = ("scale", "suspend", "resume", "restart", "drain", "stacks")
+ACTIONS = ("scale", "suspend", "resume", "restart", "drain", "stacks", "checkpoint")
 """What a page can ask of a job."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'self'; "

@@ -249,6 +249,26 @@ class LastCheckpoint(_StatusModel):
     """Folder of the newest checkpoint in storage."""
 
 
+class StoreAnswer(_StatusModel):
+    """The answer to a user's request to store the newest checkpoint."""
+
+    request: Words
+    """The text of ``spec.storeCheckpoint`` that it answers."""
+    step: Count | None = None
+    """The step of the checkpoint that is in storage; absent if it could not be stored."""
+    folder: Words = ""
+    """Folder of the checkpoint."""
+    problem: Words = ""
+    """Why it could not be stored; empty if it is in storage."""
+
+    @property
+    def words(self) -> str:
+        """The answer as a sentence."""
+        if self.step is None:
+            return f"no checkpoint was stored: {self.problem}"
+        return f"the checkpoint of step {self.step} is in {self.folder}"
+
+
 class PartitionStatus(_StatusModel):
     """How far a partition of a stream is trained. Numbers are units, such as bytes."""
 
@@ -428,6 +448,8 @@ class JobStatus(_StatusModel):
     """Number of checkpoints that were stored at this master's request."""
     checkpoint_failures: int = 0
     """Number of checkpoints that could not be stored."""
+    store_answer: StoreAnswer | None = None
+    """The answer to the newest ``spec.storeCheckpoint``; absent until there is one."""
     streams: list[StreamStatus] = Field(default_factory=list)
     """Progress of the datasets that are streams."""
     diagnosis: DiagnosisStatus | None = None

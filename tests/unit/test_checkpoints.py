@@ -10,7 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrover_py.checkpoint.directory import CheckpointDirectory, folder_of
-from dlrover_py.master.core.checkpoints import CheckpointOutcome, CheckpointRecord, Checkpoints
+from dlrover_py.master.core.checkpoints import (
+    USER_TRIES,
+    CheckpointOutcome,
+    CheckpointRecord,
+    Checkpoints,
+)
 from dlrover_py.master.core.memory_index import CANDIDATES
 from dlrover_py.master.core.replica_pairs import peers
 from dlrover_py.protocol.agents import (
@@ -23,6 +28,7 @@ from dlrover_py.protocol.agents import (
     StoredCheckpoint,
 )
 from dlrover_py.protocol.names import NodeId, Term
+from dlrover_py.protocol.status import StoreAnswer
 from tests.ids import checkpoint_id
 
 PERSIST_S = 100.0
@@ -478,6 +484,86 @@ def test_the_newest_set_is_stored_once_the_workers_have_ended() -> None:
     assert {N0, N1} <= desk.reassigned
 
 
+# --- what a user asks for ---
+
+
+def asked(desk: Desk, text: str = "at 1") -> StoreAnswer | None:
+    desk.core.request_store(text, desk.now + 30.0)
+    return desk.look().user_answer
+
+
+def committed(desk: Desk, where: str = "/store") -> StoreAnswer | None:
+    """All parts are written, and the manifest."""
+    order = desk.orders()[N0]
+    desk.persisting(N0, PersistPhase.READY)
+    stored = StoredCheckpoint(step=order.step, round=order.round, where=where, at=1.0, number=1)
+    return desk.persisting(N0, PersistPhase.DONE, stored=stored).user_answer
+
+
+def test_a_user_has_the_newest_set_stored_while_the_workers_go_on() -> None:
+    desk = sharded(5)
+    desk.say(N0, stores=True)
+    assert asked(desk) is None
+    assert {o.step for o in desk.orders().values()} == {5}
+    for rank, node in enumerate((N0, N1)):
+        desk.say(node, memory=[held(5, rank), held(6, rank)])
+    assert asked(desk) is None, "the same request again"
+    assert {o.step for o in desk.orders().values()} == {5}, "a newer one does not call it off"
+    assert desk.notes == ["CheckpointRequested"]
+    assert committed(desk) == StoreAnswer(request="at 1", step=5, folder="/store")
+    assert desk.look().user_answer is None
+    assert not desk.orders(), "once is enough"
+
+
+def test_what_is_stored_already_is_the_answer_to_the_next_user() -> None:
+    desk = sharded(5, persist=True)
+    assert asked(desk) is None
+    assert committed(desk) == StoreAnswer(request="at 1", step=5, folder="/store")
+    assert asked(desk, "at 2") == StoreAnswer(request="at 2", step=5, folder="/store")
+    assert not desk.orders()
+    assert desk.notes == ["CheckpointStored"], "the attempt that ran anyway was waited for"
+
+
+def test_a_user_is_told_why_nothing_is_stored() -> None:
+    desk = Desk(N0, N1)
+    answer = asked(desk)
+    assert answer is not None
+    assert answer.problem == "no checkpoint is complete in the memory of the nodes"
+    desk = sharded(5)
+    answer = asked(desk)
+    assert answer is not None
+    assert "directory" in answer.problem
+
+
+def test_memory_that_was_filled_again_is_tried_with_a_newer_set() -> None:
+    desk = sharded(5)
+    desk.say(N0, stores=True)
+    assert asked(desk) is None
+    for step in range(6, 5 + USER_TRIES):
+        for rank, node in enumerate((N0, N1)):
+            desk.say(node, memory=[held(step, rank)])
+        assert desk.persisting(N0, PersistPhase.FAILED, "filled again").user_answer is None
+        assert {o.step for o in desk.orders().values()} == {step}
+    answer = desk.persisting(N0, PersistPhase.FAILED, "filled again").user_answer
+    assert answer is not None
+    assert answer.step is None
+    assert "filled again" in answer.problem
+
+
+def test_a_user_waits_for_nodes_of_the_last_master_but_not_for_ever() -> None:
+    desk = sharded(5)
+    desk.say(N0, stores=True)
+    desk.core.recall(N2)
+    assert asked(desk) is None
+    assert not desk.orders()
+    desk.say(N2, memory=[held(6, 0, 1)])
+    assert {o.step for o in desk.orders().values()} == {6}
+    answer = desk.look(30.0).user_answer
+    assert answer is not None
+    assert answer.step is None
+    assert not desk.orders()
+
+
 def test_what_is_to_be_stored_is_not_called_off_for_each_step_of_the_next_round() -> None:
     desk = sharded(5, persist=True)
     wish(desk, N0, N1)
@@ -760,6 +846,7 @@ EVENTS = st.one_of(
     st.tuples(st.just("old"), st.sampled_from(NODES), st.sampled_from(list(PersistPhase))),
     st.tuples(st.just("round")),
     st.tuples(st.just("wish")),
+    st.tuples(st.just("asked"), st.integers(1, 2)),
     st.tuples(st.just("stored"), st.integers(1, 5), st.sampled_from([0.0, 1e6, 4e9])),
     st.tuples(st.just("master")),
     st.tuples(st.just("time"), st.sampled_from([1.0, 20.0, 200.0])),
@@ -814,6 +901,8 @@ def test_no_sequence_of_events_breaks_what_is_promised(events: list[tuple[Any, .
                 desk.core.request_flush(
                     "", desk.said, round_number, now=desk.now, until=desk.now + 10, stay=True
                 )
+            case "asked":
+                desk.core.request_store(str(words[0]), desk.now + 10)
             case "stored" if N0 in desk.said:
                 step, at = words
                 desk.say(

@@ -78,14 +78,28 @@ class Checkpointing:
         Events are recorded, nodes get changed assignments, and questions about restores are
         answered.
         """
+        self._follow_request()
         outcome = self.live.checkpoints.look(
             self.live.now, self.live.wall, term=self.state.term, persist_s=self.live.rules.persist_s
         )
         for note in outcome.notes:
             self.log.record(note.reason, note.message, warning=note.warning)
+        if outcome.user_answer is not None:
+            self.state.store_answer = outcome.user_answer
         if outcome.journal_changed:
             self.state.changed()
         self._assignments.update(outcome.reassign)
         for number, found in outcome.answers:
             self.live.emit(RestoreAnswer(number, found))
         self.live.wake(outcome.wake_at)
+
+    def _follow_request(self) -> None:
+        """Pass the user's request to store the newest checkpoint on, unless it is answered.
+
+        A request that is open when the master ends is passed on by the next one.
+        """
+        wanted, answer = self.live.spec.spec.store_checkpoint, self.state.store_answer
+        if wanted is None or self.state.phase.ended:
+            return
+        if answer is None or answer.request != wanted:
+            self.live.checkpoints.request_store(wanted, self.live.now + self.live.rules.persist_s)

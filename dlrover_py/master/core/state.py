@@ -37,6 +37,7 @@ from dlrover_py.protocol.names import NodeId, Round, Term
 from dlrover_py.protocol.reasons import ConditionReason
 from dlrover_py.protocol.sdk import MAX_LOADER_WORKERS, MAX_MICRO_BATCH, MAX_TUNING
 from dlrover_py.protocol.status import (
+    StoreAnswer,
     DiagnosisStatus,
     Failure,
     JobEvent,
@@ -205,6 +206,8 @@ class DurableState:
     """Number of the newest snapshot of all ranks."""
     snapshot_request: str = ""
     """The newest ``spec.diagnosis.snapshot`` that was followed."""
+    store_answer: StoreAnswer | None = None
+    """The answer to the newest ``spec.storeCheckpoint``."""
     tuning: TuningRecord = Field(default_factory=TuningRecord)
     """Settings of data loaders."""
     lost_s: dict[str, float] = Field(default_factory=dict)

@@ -84,6 +84,7 @@ class StatusReport:
             last_checkpoint=self._last_checkpoint(wall),
             checkpoints_stored=self.live.checkpoints.commits,
             checkpoint_failures=self.live.checkpoints.failures,
+            store_answer=self.state.store_answer,
             streams=[
                 _stream_status(name, record.stream)
                 for name, record in self.state.shards.items()
