@@ -332,7 +332,7 @@ class NamedJob:
         """Have the newest checkpoint in memory stored while training goes on.
 
         Args:
-            timeout_s: longest time to wait for the answer, in seconds. The write goes on after it.
+            timeout_s: longest time to wait for the answer, in seconds.
 
         Returns:
             A sentence that names the step and the folder of the checkpoint in storage.
@@ -340,9 +340,8 @@ class NamedJob:
         Raises:
             ConfigError: the job is gone or has ended.
             CheckpointError: nothing could be stored. The message says why.
-            UnreachableError: the checkpoint was not in storage in time, or the job or its cluster
-                does not answer.
-            DLRoverError: the cluster refuses a call.
+            TimeoutError: the checkpoint was not in storage in time; the request stays open.
+            DLRoverError: the cluster refuses a call, or does not answer.
         """
         at = date_time(view.now())
         self._jobs.change(self.name, lambda job: job.store_checkpoint(at))
@@ -357,9 +356,9 @@ class NamedJob:
             if status is not None and status.phase.ended:
                 raise ConfigError(f"{self.name} has ended; see `dlrover job describe`")
             if time.monotonic() >= end:
-                raise UnreachableError(
-                    f"{self.name}: the checkpoint is not in storage after {timeout_s:g} s; "
-                    "it is still being written: see `dlrover job events`"
+                raise TimeoutError(
+                    f"{self.name}: the checkpoint is not in storage after {timeout_s:g} s; the "
+                    "request stays open: see `dlrover job events`"
                 )
             pause.wait(CLUSTER_POLL_S if self._jobs.in_cluster else LOCAL_POLL_S)
 

@@ -823,9 +823,7 @@ class ElasticJob(_Strict):
             ConfigError: ``at`` is empty, or longer than 64 characters.
         """
         if not 1 <= len(at) <= 64:
-            raise ConfigError(
-                f"spec.storeCheckpoint: found {len(at)} characters, expected 1 to 64"
-            )
+            raise ConfigError(f"spec.storeCheckpoint: found {len(at)} characters, expected 1 to 64")
         return self.changed(self.spec.model_copy(update={"store_checkpoint": at}))
 
     def with_requests_of(self, other: Self) -> JobSpec:

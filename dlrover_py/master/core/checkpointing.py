@@ -6,6 +6,7 @@ from dlrover_py.master.core.assignments import Assignments
 from dlrover_py.master.core.events import RestoreAnswer
 from dlrover_py.master.core.history import CoreContext
 from dlrover_py.master.core.rendezvous import RoundMembers
+from dlrover_py.master.core.store_request import StoreRequest
 
 
 class Checkpointing:
@@ -16,6 +17,8 @@ class Checkpointing:
         self._assignments = assignments
         self._age_s = 0
         """Age of the job at the begin of the round, in seconds."""
+        self._request: StoreRequest | None = None
+        """The user's request to store the newest checkpoint, until it is answered."""
         self.follow_spec()
 
     def follow_spec(self) -> None:
@@ -78,14 +81,12 @@ class Checkpointing:
         Events are recorded, nodes get changed assignments, and questions about restores are
         answered.
         """
-        self._follow_request()
+        self._serve_request()
         outcome = self.live.checkpoints.look(
             self.live.now, self.live.wall, term=self.state.term, persist_s=self.live.rules.persist_s
         )
         for note in outcome.notes:
             self.log.record(note.reason, note.message, warning=note.warning)
-        if outcome.user_answer is not None:
-            self.state.store_answer = outcome.user_answer
         if outcome.journal_changed:
             self.state.changed()
         self._assignments.update(outcome.reassign)
@@ -93,13 +94,18 @@ class Checkpointing:
             self.live.emit(RestoreAnswer(number, found))
         self.live.wake(outcome.wake_at)
 
-    def _follow_request(self) -> None:
-        """Pass the user's request to store the newest checkpoint on, unless it is answered.
+    def _serve_request(self) -> None:
+        """Follow the user's request to store the newest checkpoint, unless it is answered.
 
-        A request that is open when the master ends is passed on by the next one.
+        A request that is open when the master ends is followed by the next one from the beginning.
         """
         wanted, answer = self.live.spec.spec.store_checkpoint, self.state.store_answer
-        if wanted is None or self.state.phase.ended:
+        if wanted is None or self.state.phase.ended or (answer and answer.request == wanted):
             return
-        if answer is None or answer.request != wanted:
-            self.live.checkpoints.request_store(wanted, self.live.now + self.live.rules.persist_s)
+        if self._request is None or self._request.text != wanted:
+            self._request = StoreRequest(wanted, self.live.now + self.live.rules.persist_s)
+        answer = self._request.serve(self.live.checkpoints, self.live.now, self.state.term)
+        if answer is not None:
+            self._request, self.state.store_answer = None, answer
+        else:
+            self.live.wake(self._request.until)

@@ -29,8 +29,6 @@ from dlrover_py.protocol.agents import (
 from dlrover_py.protocol.checkpoint_id import CheckpointId
 from dlrover_py.protocol.names import NodeId, Term, id_key
 from dlrover_py.protocol.reasons import EventReason
-from dlrover_py.protocol.status import StoreAnswer
-from dlrover_py.protocol.words import counted
 
 RoundStart = tuple[int, CheckpointId | None]
 """A round, and the checkpoint that it continued from; None if it continued from none."""
@@ -41,9 +39,6 @@ ROUND_STARTS_KEPT = 8
 """Number of earlier rounds whose starting checkpoint is remembered."""
 TRIES = 2
 """Number of attempts to store a checkpoint that may be lost."""
-USER_TRIES = 5
-"""Number of attempts for a user's request. Workers that save each step may fill the memory of the
-chosen checkpoint before it is locked; the next attempt takes a newer one."""
 
 
 @dataclass(slots=True)
@@ -88,20 +83,6 @@ class _FlushRequest:
 
 
 @dataclass(slots=True)
-class _UserRequest:
-    """A user's request to store the newest checkpoint in memory while training goes on."""
-
-    text: str
-    """The text by which the answer names the request."""
-    until: float
-    """Monotonic time at which the request ends without success."""
-    least: CheckpointId | None = None
-    """The newest checkpoint that was complete when the request was seen: this one or a later one
-    has to be stored. None until all nodes have reported."""
-    tries: int = 0
-
-
-@dataclass(slots=True)
 class _RestoreQuery:
     """A node's question which checkpoints could be restored from memory."""
 
@@ -130,8 +111,6 @@ class CheckpointOutcome:
     """Events to record."""
     answers: list[tuple[int, RestoreCandidates]] = field(default_factory=list)
     """Number of a question, and the answer to it."""
-    user_answer: StoreAnswer | None = None
-    """The answer to the user's request to store the newest checkpoint, once there is one."""
     journal_changed: bool = False
     """Whether the journal has changed: what is in storage, or what a round has skipped."""
     wake_at: float = math.inf
@@ -208,11 +187,12 @@ class Checkpoints:
         """Why the last attempt to store a checkpoint failed; empty if it succeeded."""
         self.commits = self.failures = 0
         self.memory = MemoryIndex()
-        self._node_errors: dict[NodeId, str] = {}
+        self.node_errors: dict[NodeId, str] = {}
+        """Why a node's checkpoints are not as complete as they should be, in words."""
         self._round = 0
         self._not_confirmed: set[NodeId] = set()
         """Members of the round whose memory may still be changed by workers of an earlier round."""
-        self._not_reported: set[NodeId] = set()
+        self.not_reported: set[NodeId] = set()
         """Nodes of an earlier term that have not yet reported to this master what they hold."""
         self._source: dict[NodeId, NodeId] = {}
         """The node whose memory is replicated, by the node that keeps the replica."""
@@ -222,7 +202,6 @@ class Checkpoints:
         self._attempts = 0
         self._flush: _FlushRequest | None = None
         """The request to store what may be lost, if there is one."""
-        self._user_request: _UserRequest | None = None
         self._queries: list[_RestoreQuery] = []
         self._outcome = CheckpointOutcome()
         self._needs_decision = False
@@ -252,7 +231,7 @@ class Checkpoints:
 
     def recall(self, node: NodeId) -> None:
         """Register a node of an earlier term: it may hold what no other node holds."""
-        self._not_reported.add(node)
+        self.not_reported.add(node)
 
     def take(self, node: NodeId, report: AgentReport) -> None:
         """Take in a report of a node; parts that are equal to its last report are skipped.
@@ -260,8 +239,7 @@ class Checkpoints:
         The report may finish, fail or cancel the running attempt to store a checkpoint. A new agent
         process of a node cancels an attempt of which this node has not written its part.
         """
-        self._not_reported.discard(node)
-        self._needs_decision |= self._user_request is not None
+        self.not_reported.discard(node)
         known = self.memory.nodes.get(node)
         if known is None:
             known = self.memory.nodes[node] = NodeHoldings()
@@ -278,9 +256,9 @@ class Checkpoints:
             known.memory_round = report.memory_round
             self._workers_ended(node, known.memory_round)
         if report.checkpoint_error:
-            self._node_errors[node] = report.checkpoint_error
-        elif self._node_errors:
-            self._node_errors.pop(node, None)
+            self.node_errors[node] = report.checkpoint_error
+        elif self.node_errors:
+            self.node_errors.pop(node, None)
         self.in_use |= report.transfer_port > 0  # even if nothing could be saved yet
         self.storable |= report.stores
         if report.stored != known.stored:
@@ -295,13 +273,12 @@ class Checkpoints:
 
         An attempt to store a checkpoint is canceled if this node has not written its part of it.
         """
-        self._not_reported.discard(node)
-        self._needs_decision |= self._user_request is not None
+        self.not_reported.discard(node)
         known = self.memory.nodes.pop(node, None)
         if known is None:
             return
         self._remember(node, known, [])
-        self._node_errors.pop(node, None)
+        self.node_errors.pop(node, None)
         self._workers_ended(node, math.inf)
         self._writer_lost(node, "is gone")
 
@@ -370,20 +347,6 @@ class Checkpoints:
         self._flush = _FlushRequest(why, waits, round_number, settle_at, until, stay)
         self._needs_decision = True
 
-    def request_store(self, text: str, until: float) -> None:
-        """Request to store the newest complete checkpoint while the workers go on.
-
-        The outcome of a later :meth:`look` has the answer. The same request as the present one is
-        ignored, and another one replaces it.
-
-        Args:
-            text: The text by which the answer names the request.
-            until: Monotonic time at which the request ends without success.
-        """
-        if self._user_request is None or self._user_request.text != text:
-            self._user_request = _UserRequest(text, until)
-            self._needs_decision = True
-
     def ask(self, number: int, round_number: int, until: float) -> None:
         """Note a question what can be restored; a later :meth:`look` has the answer.
 
@@ -418,8 +381,6 @@ class Checkpoints:
         if (flush := self._flush) is not None:
             due = flush.settle_at if flush.waits and now < flush.settle_at else flush.until
             out.wake_at = min(out.wake_at, due)
-        if self._user_request is not None:
-            out.wake_at = min(out.wake_at, self._user_request.until)
         out.wake_at = min([out.wake_at, *(q.until for q in self._queries)])
         return out
 
@@ -495,6 +456,17 @@ class Checkpoints:
                 return NewestCheckpoint(key.step, one.complete_at)
         return self.storage
 
+    def newest_complete(self) -> CheckpointId | None:
+        """Return the newest complete checkpoint in memory that no round has skipped, or None."""
+        newest = sorted(self.memory.checkpoints, reverse=True)
+        complete = (k for k in newest if self.memory.is_complete(k))
+        return next((k for k in complete if not self._record.skips(k)), None)
+
+    @property
+    def writing(self) -> CheckpointId | None:
+        """The checkpoint that is being written to storage, or None."""
+        return None if self._run is None else self._run.id
+
     def only_in_memory(self) -> int:
         """Return the newest step in memory, if nothing is in storage and nothing can be stored.
 
@@ -511,18 +483,6 @@ class Checkpoints:
         """The newest checkpoint in storage, or None."""
         stored = self.stored
         return None if stored is None else NewestCheckpoint(stored.step, stored.at, stored.where)
-
-    @property
-    def last_error(self) -> str:
-        """The last error with checkpoints, in words; empty if there is none."""
-        if self.failing:
-            return self.failing
-        if not self._node_errors:
-            return ""
-        node = min(self._node_errors, key=id_key)
-        more = len(self._node_errors) - 1
-        others = f" (also {counted(more, 'other node')})" if more else ""
-        return f"{node}: {self._node_errors[node]}{others}"
 
     # --- Memory ---
 
@@ -567,7 +527,7 @@ class Checkpoints:
         term, have listed their memory. It also waits for a commit that is granted. The time limit
         of the question, or a newer round, ends the wait.
         """
-        known = question.round <= self._round and not (self._not_confirmed or self._not_reported)
+        known = question.round <= self._round and not (self._not_confirmed or self.not_reported)
         # A checkpoint whose commit is granted will be in storage, where the node looks next.
         known = known and not (self._run is not None and self._run.granted)
         return known or question.round < self._round or now >= question.until
@@ -660,7 +620,7 @@ class Checkpoints:
     def _failed(self, why: str) -> None:
         """End the running attempt to store a checkpoint, which has failed, and count the failure.
 
-        The next outcome has a warning that says why, and :attr:`last_error` says it too. The
+        The next outcome has a warning that says why, and :attr:`failing` says it too. The
         writers are reassigned, so that their assignments no longer have the request to write. The
         count and the reason are not in the record, so they are lost with the master.
 
@@ -711,8 +671,6 @@ class Checkpoints:
             self._end_flush()
         elif flush is not None and flush.waits and now >= flush.settle_at:
             self._needs_decision = True
-        if (request := self._user_request) is not None and now >= request.until:
-            self._end_user_request(self.failing or "it was not stored in time")
 
     def _end_flush(self) -> None:
         """End the request, if there is one; nodes that have waited for it are reassigned."""
@@ -731,8 +689,6 @@ class Checkpoints:
         twice. An attempt that the request has not begun is canceled for it if its checkpoint is
         older. If the commit of that attempt is granted, the request waits for its end instead.
 
-        A user's request comes next, once no attempt runs (:meth:`_serve`).
-
         Otherwise, and while no attempt runs, the newest complete checkpoint that workers want
         stored is written. Checkpoints that are stored already, were skipped by a round, or were
         tried before are left out.
@@ -747,7 +703,7 @@ class Checkpoints:
         if flush is not None and (not flush.waits or now >= flush.settle_at):
             self._outcome.reassign |= flush.waits  # they may have been told to stay
             flush.waits.clear()
-            key = self._newest_complete()
+            key = self.newest_complete()
             if key is None or not self._is_worth_writing(key):
                 self._end_flush()
             elif (run := self._run) is None or (
@@ -755,15 +711,9 @@ class Checkpoints:
             ):
                 if run is not None:
                     self._cancel("a newer checkpoint is stored instead")
-                flush.attempt = self._write(key, now, term, flush.until)
-                message = f"the checkpoint of step {key.step} is being stored now: {flush.why}"
-                self._outcome.notes.append(
-                    CheckpointNote(EventReason.CHECKPOINT_REQUESTED, message)
-                )
+                flush.attempt = self.store(key, now, term, flush.until, flush.why)
                 self._needs_decision = False
             return
-        if self._user_request is not None:
-            self._serve(self._user_request, now, term)
         if self._run is not None:
             return
         for key in sorted(self.memory.requested, reverse=True):
@@ -773,52 +723,6 @@ class Checkpoints:
             if self.memory.is_complete(key):
                 self._write(key, now, term, now + persist_s)
                 return
-
-    def _newest_complete(self) -> CheckpointId | None:
-        """Return the newest complete checkpoint in memory that no round has skipped, or None."""
-        newest = sorted(self.memory.checkpoints, reverse=True)
-        complete = (k for k in newest if self.memory.is_complete(k))
-        return next((k for k in complete if not self._record.skips(k)), None)
-
-    def _serve(self, request: _UserRequest, now: float, term: Term) -> None:
-        """Begin to store what a user has requested, or answer that it is stored or cannot be.
-
-        Nothing follows while an attempt runs, or a node of an earlier term has not reported yet.
-
-        Args:
-            request: The present request.
-            now: Monotonic time.
-            term: Term of this master.
-        """
-        if self._not_reported:
-            return
-        newest = self._newest_complete()
-        request.least = newest if request.least is None else request.least
-        if request.least is None:
-            self._end_user_request("no checkpoint is complete in the memory of the nodes")
-        elif self.stored is not None and self.stored.id >= request.least:
-            self._end_user_request("", self.stored)
-        elif not self.storable:
-            why = "neither spec.checkpoint.dir nor the script names a directory for checkpoints"
-            self._end_user_request(why)
-        elif self._run is None and newest is None:
-            self._end_user_request("the nodes that had the checkpoint in memory are gone")
-        elif self._run is None and newest is not None:
-            if request.tries == USER_TRIES:
-                self._end_user_request(self.failing or "each attempt was canceled")
-                return
-            request.tries += 1
-            self._write(newest, now, term, request.until)
-            message = f"the checkpoint of step {newest.step} is being stored now: a user asked"
-            self._outcome.notes.append(CheckpointNote(EventReason.CHECKPOINT_REQUESTED, message))
-
-    def _end_user_request(self, problem: str, stored: StoredCheckpoint | None = None) -> None:
-        """Answer the user's request: with what is stored, or with a problem."""
-        assert self._user_request is not None
-        answer = StoreAnswer(request=self._user_request.text, problem=problem)
-        if stored is not None:
-            answer = answer.model_copy(update={"step": stored.step, "folder": stored.where})
-        self._user_request, self._outcome.user_answer = None, answer
 
     def _is_worth_writing(self, key: CheckpointId) -> bool:
         """Return whether a write could succeed that stores more than what is in storage."""
@@ -830,6 +734,20 @@ class Checkpoints:
         stored = self.stored
         later = stored is not None and stored.id >= key
         return later or self.memory.checkpoints[key].stored
+
+    def store(self, key: CheckpointId, now: float, term: Term, until: float, why: str) -> str:
+        """Begin an attempt that somebody has requested, with an event; return its id.
+
+        Args:
+            key: The checkpoint, which must be complete, while no attempt runs.
+            now: Monotonic time.
+            term: Term of this master.
+            until: Monotonic time at which the attempt has failed.
+            why: The cause, in words.
+        """
+        message = f"the checkpoint of step {key.step} is being stored now: {why}"
+        self._outcome.notes.append(CheckpointNote(EventReason.CHECKPOINT_REQUESTED, message))
+        return self._write(key, now, term, until)
 
     def _write(self, key: CheckpointId, now: float, term: Term, until: float) -> str:
         """Begin an attempt to store a checkpoint; its writers are to be reassigned.

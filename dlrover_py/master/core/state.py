@@ -37,12 +37,12 @@ from dlrover_py.protocol.names import NodeId, Round, Term
 from dlrover_py.protocol.reasons import ConditionReason
 from dlrover_py.protocol.sdk import MAX_LOADER_WORKERS, MAX_MICRO_BATCH, MAX_TUNING
 from dlrover_py.protocol.status import (
-    StoreAnswer,
     DiagnosisStatus,
     Failure,
     JobEvent,
     JobPhase,
     MeasuredSpeed,
+    StoreAnswer,
 )
 from dlrover_py.protocol.timing import POD_GRACE_S
 from dlrover_py.protocol.words import counted
