@@ -106,6 +106,9 @@ def test_checkpoints_are_seen_and_stored_from_the_page_of_a_job_run_with_dashboa
         expect(page.locator("#answer [role=status]")).to_contain_text("the checkpoint")
         answer = page.get_by_text("answer to the last request: the checkpoint of step")
         expect(answer).to_be_visible()
+        stored = in_thread(run.status).store_answer
+        assert stored is not None
+        assert stored.problem == ""
         accessible(page)
         page.goto("about:blank")
 
