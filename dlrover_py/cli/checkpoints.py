@@ -25,7 +25,7 @@ from dlrover_py.protocol.errors import CheckpointError, ConfigError
 from dlrover_py.protocol.manifest import Manifest, WrittenChunk, WrittenObject
 from dlrover_py.protocol.persister import KeepRules
 from dlrover_py.protocol.status import date_time
-from dlrover_py.protocol.words import counted
+from dlrover_py.protocol.words import byte_size, counted
 
 if TYPE_CHECKING:
     import torch
@@ -162,7 +162,7 @@ def list_checkpoints(directory: str, as_json: bool) -> None:
     table = _table("STEP", "AGE", "SIZE", "WORLD", "METRIC", "CERTIFIED", "JOB", "FOLDER")
     for m in found:
         metric = "" if m.metric is None else f"{m.metric:g}"
-        size = _size(m.nbytes)
+        size = byte_size(m.nbytes)
         job = view.plain(m.job)
         age, certified = view.age(m.at), "yes" if m.certified else ""
         table.add_row(str(m.step), age, size, str(m.world), metric, certified, job, m.folder)
@@ -227,7 +227,7 @@ def show(directory: str, which: str | None, as_json: bool) -> None:
     _echo(f"{store.where(manifest)}: step {manifest.step}, {age} ago, of {manifest.job}")
     metric = "" if manifest.metric is None else f", metric {manifest.metric:g}"
     _echo(
-        f"{_size(manifest.nbytes)} in {counted(len(manifest.files), 'file')}, "
+        f"{byte_size(manifest.nbytes)} in {counted(len(manifest.files), 'file')}, "
         f"by {counted(manifest.world, 'worker')}{metric}"
     )
     for note in manifest.notes:
@@ -236,10 +236,10 @@ def show(directory: str, which: str | None, as_json: bool) -> None:
     for key, shards in tensors.items():
         chunk = shards[0].chunk
         shape = "×".join(map(str, chunk.whole)) or "scalar"
-        size = _size(sum(w.chunk.nbytes for w in shards))
+        size = byte_size(sum(w.chunk.nbytes for w in shards))
         table.add_row(view.plain(key), chunk.dtype, shape, size, str(len(shards)))
     for item in manifest.objects:
-        table.add_row(view.plain(item.key), "object", "", _size(item.nbytes), "")
+        table.add_row(view.plain(item.key), "object", "", byte_size(item.nbytes), "")
     _print(table)
 
 
@@ -268,16 +268,6 @@ def _print(table: Any) -> None:
 
     width = None if sys.stdout.isatty() else 200  # a file or pipe has no width
     Console(highlight=False, width=width, markup=False).print(table)
-
-
-def _size(nbytes: int) -> str:
-    """Return a size in bytes as text with a unit."""
-    value, unit = float(nbytes), "B"
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 1000 or unit == "TB":
-            break
-        value /= 1000
-    return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
 
 
 # --- Reading ---
@@ -417,7 +407,7 @@ def verify(directory: str, which: str | None, as_json: bool) -> int:
         where = store.where(manifest)
         if not wrong:
             parts = len(manifest.chunks) + len(manifest.objects)
-            _echo(f"{where}: intact: {_size(manifest.nbytes)} in {parts} parts")
+            _echo(f"{where}: intact: {byte_size(manifest.nbytes)} in {parts} parts")
         for text in wrong:
             _echo(f"{where}: DAMAGED: {text}")
     if as_json:
@@ -604,7 +594,7 @@ def export(
             limit = None if single else int((shard_gb or SHARD_GB) * 1e9)
             _export_safetensors(part, tensors, reader, advance, limit)
     for path in sorted(out.iterdir()) if out.is_dir() else [out]:
-        _echo(f"{path}: {_size(path.stat().st_size)}")
+        _echo(f"{path}: {byte_size(path.stat().st_size)}")
 
 
 def _is_split(shards: Sequence[WrittenChunk]) -> bool:
@@ -930,7 +920,7 @@ def rm(
         _echo("nothing to remove")
         return
     steps = ", ".join(str(m.step) for m in to_remove)
-    size = _size(sum(m.nbytes for m in to_remove))
+    size = byte_size(sum(m.nbytes for m in to_remove))
     what = f"{len(to_remove)} of {counted(len(found), 'checkpoint')} in {store.place.url}"
     if to_remove:
         what += f": steps {steps}, {size}"

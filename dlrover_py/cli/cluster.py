@@ -552,6 +552,21 @@ class ClusterJob:
         self._patch({"spec": {"diagnosis": {"snapshot": at}}})
         return f"all ranks of {self.name} are being looked at"
 
+    def store_checkpoint(self, at: str) -> str:
+        """Request that the newest checkpoint is stored; return a sentence about the request.
+
+        Args:
+            at: text that no earlier request had, such as the time.
+
+        Raises:
+            ConfigError: the job has ended.
+            DLRoverError: the API server refuses the change, or does not answer.
+        """
+        if _ended(self.obj):
+            raise ConfigError(f"{self.name} has ended: nothing is in memory any more")
+        self._patch({"spec": {"storeCheckpoint": at}})
+        return f"the newest checkpoint of {self.name} is being stored"
+
     def evidence(self) -> list[EvidenceManifest]:
         """Return the newest snapshot as a bundle; empty if none was taken."""
         status = self.load_view().status

@@ -181,6 +181,7 @@ def target_options(command: F) -> F:
     metavar="SECONDS",
     help="Time that nodes get to end when the job is stopped.",
 )
+@click.option("--dashboard", "shows_pages", is_flag=True, help="Also show it in a browser.")
 def run(
     file: Path,
     hosts: int | None,
@@ -188,12 +189,14 @@ def run(
     plain: bool,
     show: Literal["rank0", "all", "none"] | None,
     grace: float,
+    shows_pages: bool,
 ) -> int:
     """Run the ElasticJob in FILE on this machine until it ends.
 
     Each node is a process with its own agent, on one of --nodes simulated hosts. The exit code is 0
     if the job succeeded and 1 if it failed. Ctrl-C stops the job; a second Ctrl-C stops it
-    immediately. Fields of FILE that have no effect here are named on standard error.
+    immediately. Fields of FILE that have no effect here are named on standard error. So is the link
+    of --dashboard, whose pages are there until the command ends.
 
     \f
 
@@ -204,6 +207,7 @@ def run(
         plain: print lines instead of a live display.
         show: workers whose output is shown; None for ``rank0``, or ``none`` with ``as_json``.
         grace: seconds that nodes get to end when the job is stopped.
+        shows_pages: serve the dashboard until the job ends.
     """
     settings = Settings.from_environment()
     document = jobfile.load(file)
@@ -216,6 +220,14 @@ def run(
         hosts = elastic_job.worker.replicas + elastic_job.worker.standby_replicas
     from dlrover_py.cli.run import run_job  # it imports the web framework, which takes time
 
+    pages = None
+    if shows_pages:
+        from dlrover_py.cli import dashboard
+        from dlrover_py.cli.jobs import Jobs
+
+        listener = dashboard.listening_socket("127.0.0.1", None)
+        pages = dashboard.Pages(Jobs(), elastic_job.metadata.name, listener)
+        click.echo(f"the dashboard is at {pages.link}", err=True)
     return run_job(
         elastic_job,
         settings,
@@ -224,6 +236,7 @@ def run(
         grace_s=grace,
         style=_style(as_json=as_json, plain=plain),
         show=show or ("none" if as_json else "rank0"),
+        pages=pages,
     )
 
 
@@ -745,7 +758,7 @@ def dashboard(name: str | None, port: int | None, target: Target) -> None:
     jobs = Jobs(namespace=target.namespace, context=target.context, kubeconfig=target.kubeconfig)
     if name is not None:
         jobs.get(name)
-    pages.serve(jobs, name, pages.listening_socket("127.0.0.1", port))
+    pages.serve(pages.Pages(jobs, name, pages.listening_socket("127.0.0.1", port)))
 
 
 @job.command()
@@ -878,6 +891,45 @@ def resume(name: str | None, target: Target) -> None:
     """
     with selected_live_job(target, name) as job:
         click.echo(job.suspend(on=False))
+
+
+@job.command()
+@job_name
+@click.option(
+    "--timeout",
+    type=Real(0, 86_400),
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Longest time to wait. The write goes on after it.",
+)
+@target_options
+def checkpoint(name: str | None, timeout: float, target: Target) -> None:
+    """Store the newest checkpoint in memory now, while training goes on.
+
+    The answer names the step and the folder, or says why nothing was stored, with exit code 1. A
+    checkpoint that is in storage already is not written again.
+
+    \f
+
+    Args:
+        name: name of the job; None for the only one.
+        timeout: longest time to wait, in seconds.
+        target: cluster that the flags name.
+
+    Raises:
+        CheckpointError: nothing could be stored.
+        UnreachableError: the checkpoint was not in storage in time.
+    """
+    from dlrover_py.cli.jobs import Jobs, NamedJob
+
+    with selected_live_job(target, name) as job:
+        name = job.name
+    jobs = Jobs(namespace=target.namespace, context=target.context, kubeconfig=target.kubeconfig)
+    try:
+        click.echo(view.plain(NamedJob(jobs, name).checkpoint(timeout)))
+    except TimeoutError as error:
+        raise UnreachableError(str(error)) from error
 
 
 @job.command()

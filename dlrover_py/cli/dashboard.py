@@ -3,7 +3,7 @@
 import asyncio
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import click
 
@@ -18,6 +18,8 @@ from dlrover_py.protocol.local import History
 
 PORT = 8765
 """The port of the dashboard where it is free; a link in a browser's history then stays right."""
+STORE_S = 10.0
+"""Seconds that a page waits for a checkpoint. A longer write goes on, and is shown."""
 POLL_S, CLUSTER_POLL_S = 1.0, 3.0
 """Seconds between two looks at a job that somebody watches."""
 
@@ -73,11 +75,12 @@ class JobPages:
             return job.scale(int(value))
         if action == "drain":
             return job.drain(value)
-        simple = {
+        simple: dict[str, Callable[[], str]] = {
             "suspend": job.suspend,
             "resume": job.resume,
             "restart": job.restart,
             "stacks": job.take_stacks,
+            "checkpoint": lambda: _stored(job),
         }
         return simple[action]()
 
@@ -89,6 +92,14 @@ class JobPages:
             DLRoverError: the job's cluster refuses a call, or does not answer.
         """
         return NamedJob(self._jobs, name).logs(node)
+
+
+def _stored(job: NamedJob) -> str:
+    """Have the newest checkpoint stored; return a sentence, also if it takes longer."""
+    try:
+        return job.checkpoint(STORE_S)
+    except TimeoutError:
+        return f"{job.name}: the checkpoint is being stored; the answer is shown at Checkpoints"
 
 
 def listening_socket(host: str, port: int | None) -> socket.socket:
@@ -109,34 +120,46 @@ def listening_socket(host: str, port: int | None) -> socket.socket:
     raise ConfigError(f"{host}:{port}: {problem.strerror or problem}; choose another --port")
 
 
-def serve(jobs: Jobs, name: str | None, listener: socket.socket) -> None:
-    """Serve the dashboard until the command is interrupted, and print its link.
+class Pages:
+    """The dashboard's server, with its secrets. It begins with :meth:`serve`."""
 
-    Args:
-        jobs: the jobs that are shown.
-        name: job whose page the link opens; None for the list of jobs.
-        listener: the listening socket.
-    """
-    access = server.Access()
-    poll_s = CLUSTER_POLL_S if jobs.in_cluster else POLL_S
-    pages = server.Dashboard(JobPages(jobs), access, view.now, poll_s=poll_s)
-    host, port = listener.getsockname()[:2]
-    host = f"[{host}]" if ":" in host else host
-    then = f"&job={name}" if name is not None else ""
-    click.echo(f"the dashboard is at http://{host}:{port}/enter?token={access.token}{then}")
+    def __init__(self, jobs: Jobs, name: str | None, listener: socket.socket) -> None:
+        """Draw the secrets; nothing is served yet.
+
+        Args:
+            jobs: the jobs that are shown.
+            name: job whose page the link opens; None for the list of jobs.
+            listener: the listening socket.
+        """
+        access = server.Access()
+        poll_s = CLUSTER_POLL_S if jobs.in_cluster else POLL_S
+        self._pages = server.Dashboard(JobPages(jobs), access, view.now, poll_s=poll_s)
+        self._listener = listener
+        self._server = http_server.server(self._pages.asgi, header_s=10.0)
+        host, port = listener.getsockname()[:2]
+        host = f"[{host}]" if ":" in host else host
+        then = f"&job={name}" if name is not None else ""
+        self.link = f"http://{host}:{port}/enter?token={access.token}{then}"
+
+    async def serve(self) -> None:
+        """Serve until :meth:`end`."""
+        await self._server.serve(sockets=[self._listener])
+
+    def end(self) -> None:
+        """End the server. A page that is open gets the end of its stream."""
+        self._server.should_exit = True
+        self._pages.close()
+
+
+def serve(pages: Pages) -> None:
+    """Serve the dashboard until SIGINT or SIGTERM, and print its link."""
+    click.echo(f"the dashboard is at {pages.link}")
     click.echo("it shows the jobs for as long as this command runs; end it with Ctrl-C", err=True)
-    asyncio.run(_until_interrupted(pages, listener))
 
+    async def until_interrupted() -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, pages.end)
+        await pages.serve()
 
-async def _until_interrupted(pages: server.Dashboard, listener: socket.socket) -> None:
-    """Serve until SIGINT or SIGTERM. A page that is open then gets the end of its stream."""
-    running = http_server.server(pages.asgi, header_s=10.0)
-
-    def end() -> None:
-        running.should_exit = True
-        pages.close()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, end)
-    await running.serve(sockets=[listener])
+    asyncio.run(until_interrupted())

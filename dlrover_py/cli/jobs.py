@@ -19,7 +19,13 @@ from dlrover_py.cli import jobfile, local_jobs, locate, view
 from dlrover_py.cli.logs import LogQuery
 from dlrover_py.cli.settings import Settings, Target
 from dlrover_py.protocol import names
-from dlrover_py.protocol.errors import ConfigError, DLRoverError, ExitCode, UnreachableError
+from dlrover_py.protocol.errors import (
+    CheckpointError,
+    ConfigError,
+    DLRoverError,
+    ExitCode,
+    UnreachableError,
+)
 from dlrover_py.protocol.job_view import JobView, TimeShare, time_shares
 from dlrover_py.protocol.local import History
 from dlrover_py.protocol.status import JobEvent, JobPhase, JobStatus, date_time
@@ -321,6 +327,40 @@ class NamedJob:
         """Request the stacks of all ranks. The status then has them, as ``diagnosis``."""
         at = date_time(view.now())
         return self._jobs.change(self.name, lambda job: job.take_snapshot(at))
+
+    def checkpoint(self, timeout_s: float = 600.0) -> str:
+        """Have the newest checkpoint in memory stored while training goes on.
+
+        Args:
+            timeout_s: longest time to wait for the answer, in seconds.
+
+        Returns:
+            A sentence that names the step and the folder of the checkpoint in storage.
+
+        Raises:
+            ConfigError: the job is gone or has ended.
+            CheckpointError: nothing could be stored. The message says why.
+            TimeoutError: the checkpoint was not in storage in time; the request stays open.
+            DLRoverError: the cluster refuses a call, or does not answer.
+        """
+        at = date_time(view.now())
+        self._jobs.change(self.name, lambda job: job.store_checkpoint(at))
+        end, pause = time.monotonic() + timeout_s, threading.Event()
+        while True:
+            status = self.status()
+            answer = None if status is None else status.store_answer
+            if answer is not None and answer.request == at:
+                if answer.step is None:
+                    raise CheckpointError(f"{self.name}: {answer.words}")
+                return f"{self.name}: {answer.words}"
+            if status is not None and status.phase.ended:
+                raise ConfigError(f"{self.name} has ended; see `dlrover job describe`")
+            if time.monotonic() >= end:
+                raise TimeoutError(
+                    f"{self.name}: the checkpoint is not in storage after {timeout_s:g} s; the "
+                    "request stays open: see `dlrover job events`"
+                )
+            pause.wait(CLUSTER_POLL_S if self._jobs.in_cluster else LOCAL_POLL_S)
 
     def drain(self, node: str) -> str:
         """Request that a node of this machine leaves. Its host takes no other node.

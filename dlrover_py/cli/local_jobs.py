@@ -269,6 +269,9 @@ class RunningJob:
     def take_snapshot(self, at: str) -> str:  # noqa: D102
         return self.request(f"/v1/snapshot?at={at}")
 
+    def store_checkpoint(self, at: str) -> str:  # noqa: D102
+        return self.request(f"/v1/checkpoint?at={at}")
+
     def tune(
         self, *, micro_batch: int | None, loader_workers: int | None, auto: bool | None
     ) -> str:

@@ -118,6 +118,19 @@ class LiveJobHandle(JobHandle, Protocol):
             DLRoverError: the job's cluster refuses the change, or does not answer.
         """
 
+    def store_checkpoint(self, at: str) -> str:
+        """Request that the newest checkpoint is stored; return a sentence about the request.
+
+        It returns when the request is accepted. The status has the answer later.
+
+        Args:
+            at: text that no earlier request had, such as the time.
+
+        Raises:
+            ConfigError: the job has ended.
+            DLRoverError: the job's cluster refuses the change, or does not answer.
+        """
+
     def tune(
         self, *, micro_batch: int | None, loader_workers: int | None, auto: bool | None
     ) -> str:

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -45,6 +45,16 @@ Show = Literal["rank0", "all", "none"]
 """The workers whose output is shown while the job runs."""
 
 
+class ServedPages(Protocol):
+    """Pages that are served while the job runs."""
+
+    async def serve(self) -> None:
+        """Serve them until :meth:`end`."""
+
+    def end(self) -> None:
+        """End the server."""
+
+
 def run_job(
     job: ElasticJob,
     settings: Settings,
@@ -54,6 +64,7 @@ def run_job(
     grace_s: float,
     style: Style,
     show: Show,
+    pages: ServedPages | None = None,
 ) -> int:
     """Run a job until it ends or is stopped, in this process and its children.
 
@@ -68,6 +79,7 @@ def run_job(
         grace_s: seconds that nodes get to end when the job is stopped.
         style: form in which progress is shown.
         show: workers whose output is shown.
+        pages: pages to serve until the job has ended; None for none.
 
     Returns:
         The exit code of the command: 1 if the job failed, 128 plus the number of the first signal
@@ -91,7 +103,7 @@ def run_job(
         try:
             _log_of(cluster)
             with contextlib.redirect_stdout(unbuffered(sys.stdout)):
-                return asyncio.run(_run(cluster, grace_s, style, show))
+                return asyncio.run(_run(cluster, grace_s, style, show, pages))
         finally:
             cluster.close()
     finally:
@@ -250,7 +262,9 @@ def _log_of(cluster: LocalCluster) -> None:
         setup("cluster", stream=stream, aside=True, job=cluster.job.metadata.name)
 
 
-async def _run(cluster: LocalCluster, grace_s: float, style: Style, show: Show) -> int:
+async def _run(
+    cluster: LocalCluster, grace_s: float, style: Style, show: Show, pages: ServedPages | None
+) -> int:
     """Run the cluster until the job ends or is stopped, and shut it down; return the exit code.
 
     The first signal begins the shutdown with its grace period, and a second one ends that period.
@@ -277,6 +291,7 @@ async def _run(cluster: LocalCluster, grace_s: float, style: Style, show: Show) 
     serving = asyncio.create_task(server.serve([cluster.listener()]))
     master = asyncio.create_task(cluster.run_master())
     showing = asyncio.create_task(display.show())
+    viewed = asyncio.create_task(pages.serve()) if pages is not None else None
     failed: BaseException | None = None
     ended = asyncio.create_task(cluster.ended.wait())
     done, _ = await asyncio.wait({ended, master, serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -309,6 +324,9 @@ async def _run(cluster: LocalCluster, grace_s: float, style: Style, show: Show) 
     await asyncio.gather(ending, hurry, return_exceptions=True)
     server.should_exit = True
     master.cancel()
+    if pages is not None and viewed is not None:
+        pages.end()
+        await asyncio.gather(viewed, return_exceptions=True)
     await asyncio.gather(serving, master, return_exceptions=True)
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     if failed is not None:

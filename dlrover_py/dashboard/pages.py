@@ -11,19 +11,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from dlrover_py import __version__
-from dlrover_py.dashboard import pictures, timeline
+from dlrover_py.dashboard import pictures, ranks, timeline
 from dlrover_py.protocol.job_view import JobView, causal_chain, problem_line, progress_words
 from dlrover_py.protocol.local import History
 from dlrover_py.protocol.names import NodeId, id_key
 from dlrover_py.protocol.reasons import EventReason
-from dlrover_py.protocol.status import JobEvent, JobPhase, NodePhase, NodeStatus, rfc3339
-from dlrover_py.protocol.words import clock, counted, duration, plain
+from dlrover_py.protocol.status import (
+    JobEvent,
+    JobPhase,
+    LastCheckpoint,
+    NodePhase,
+    NodeStatus,
+    rfc3339,
+)
+from dlrover_py.protocol.words import byte_size, clock, counted, duration, plain
 
 FOLDER = Path(__file__).parent
 SECTIONS = (
@@ -33,6 +41,7 @@ SECTIONS = (
     "rounds",
     "time",
     "size",
+    "ranks",
     "nodes",
     "checkpoints",
     "curves",
@@ -40,7 +49,7 @@ SECTIONS = (
     "events",
 )
 """The sections of a job's page, in this order. Each is a template, and is replaced on its own."""
-PICTURES = ("rounds", "time", "curves")
+PICTURES = ("rounds", "time", "ranks", "curves")
 """The sections that change with the clock and are large."""
 NODES_PER_PAGE = 100
 """Largest number of nodes in the table on one page."""
@@ -68,6 +77,7 @@ _TEMPLATES = Environment(
 )
 _TEMPLATES.globals |= {
     "version": __version__,
+    "byte_size": byte_size,
     "clock": clock,
     "duration": duration,
     "counted": counted,
@@ -215,6 +225,67 @@ class JobPage:
             return gone, rank is None, rank or 0, (id_key(NodeId(node.id)),)
 
         return sorted(self.view.status.nodes, key=key) if self.view.status is not None else []
+
+    @cached_property
+    def median_step_s(self) -> float:
+        """The median of the nodes' times of a step, in seconds; 0 if none is known."""
+        known = [1 / n.steps_per_s for n in self.nodes if ranks.trains(n) and n.steps_per_s]
+        return median(known) if known else 0.0
+
+    @property
+    def rank_grid(self) -> Markup:
+        """The picture of all nodes by rank; empty without nodes, and once the job has ended."""
+        status = self.view.status
+        if status is None or status.phase.ended or not self.nodes:
+            return Markup("")
+        return ranks.grid(self.nodes, self.median_step_s)
+
+    def step_time(self, node: NodeStatus) -> str:
+        """Return the time of a node's step, and its ratio to the median; empty if not known."""
+        return ranks.step_time(node, self.median_step_s)
+
+    def age(self, at: float | None) -> str:
+        """Return the time since ``at``, in whole minutes so that it changes seldom."""
+        if at is None:
+            return ""
+        passed = self.end - at
+        return "less than 1 min" if passed < 60 else duration(passed // 60 * 60)
+
+    @property
+    def next_checkpoint(self) -> str:
+        """Say when the next checkpoint in memory is due, as far as the last ones show it."""
+        status = self.view.status
+        if status is None or status.phase is not JobPhase.RUNNING or status.progress is None:
+            return ""
+        steps = sorted({c.step for c in status.memory_checkpoints if c.round == status.round})
+        if len(steps) < 2:
+            return ""
+        due = 2 * steps[-1] - steps[-2]
+        words = f"the next one is expected at step {due}, {due - steps[-1]} steps after the last"
+        speed = status.progress.steps_per_s
+        return words + (f": one in {duration((due - steps[-1]) / speed)}" if speed else "")
+
+    @property
+    def stored_only(self) -> LastCheckpoint | None:
+        """The newest checkpoint in storage, unless it is in memory, too."""
+        status = self.view.status
+        last = None if status is None else status.last_checkpoint
+        if status is None or last is None or last.stored_step is None:
+            return None
+        return None if any(one.stored for one in status.memory_checkpoints) else last
+
+    @property
+    def coverage(self) -> str:
+        """Say how many members of the round have their state in memory, and a copy elsewhere."""
+        members = [n for n in self.nodes if n.node_rank is not None]
+        if not any(n.memory_step is not None for n in members):
+            return ""
+        own = sum(n.memory_step is not None for n in members)
+        copies = sum(n.copy_step is not None for n in members)
+        return (
+            f"{own} of {counted(len(members), 'member')} have a checkpoint in their own memory, "
+            f"and {copies} keep a copy of a peer's"
+        )
 
     @property
     def nodes_shown(self) -> list[NodeStatus]:

@@ -30,7 +30,7 @@ log = logging.getLogger("dashboard")
 
 COOKIE = "dlrover-session"
 MAX_FORM_BYTES = 4096
-ACTIONS = ("scale", "suspend", "resume", "restart", "drain", "stacks")
+ACTIONS = ("scale", "suspend", "resume", "restart", "drain", "stacks", "checkpoint")
 """What a page can ask of a job."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'self'; "
@@ -43,8 +43,8 @@ HEADERS = {
 """Headers of every answer: nothing is loaded from elsewhere, framed, or kept."""
 PICTURES_S = 5.0
 """Least seconds between two announcements of a picture, which is large."""
-PICTURE_BYTES_PER_S = 2048
-"""A viewer loads no more of one section's pictures than that, however large they are."""
+SECTION_BYTES_PER_S = 2048
+"""A viewer loads no more of one section than that, however large it is."""
 PING_S = 20.0
 """Seconds without a change after which the event stream sends a comment, so that it stays open."""
 
@@ -193,12 +193,13 @@ class SectionWatch:
             await asyncio.sleep(self._poll_s)
 
     def _changed(self, news: dict[str, str], now: float) -> list[str]:
-        """Return the names of the sections to announce: pictures not too often."""
+        """Return the names of the sections to announce: pictures and large ones not too often."""
         changed = []
         for name, text in news.items():
             digest = hashlib.sha256(text.encode()).hexdigest()
-            pause_s = max(PICTURES_S, len(text) / PICTURE_BYTES_PER_S)
-            early = name in pages.PICTURES and now - self._told_at.get(name, -1e9) < pause_s
+            least_s = PICTURES_S if name in pages.PICTURES else 0.0
+            pause_s = max(least_s, len(text) / SECTION_BYTES_PER_S)
+            early = now - self._told_at.get(name, -1e9) < pause_s
             if self._digests.get(name) != digest and not early:
                 self._digests[name], self._told_at[name] = digest, now
                 changed.append(name)

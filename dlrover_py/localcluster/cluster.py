@@ -930,6 +930,11 @@ def api(cluster: LocalCluster) -> FastAPI:
         cluster.replace_job(cluster.job.with_snapshot(at))
         return done(f"all ranks of {cluster.job.metadata.name} are being looked at")
 
+    @app.post("/v1/checkpoint")
+    async def checkpoint(at: str) -> Response:
+        cluster.replace_job(cluster.job.with_stored_checkpoint(at))
+        return done(f"the newest checkpoint of {cluster.job.metadata.name} is being stored")
+
     @app.post("/v1/tune")
     async def tune(
         micro_batch: int | None = None, loader_workers: int | None = None, auto: bool | None = None

@@ -258,6 +258,10 @@ class MemoryCheckpoint(CheckpointReference):
     """True if the node keeps it for a peer."""
     persist: bool = False
     """True if it must be written to storage."""
+    nbytes: Count = 0
+    """Size of its slots here, in bytes."""
+    certified: bool = False
+    """True if all replicas had equal parameters at this step, as the ranks here have agreed."""
 
 
 class PersistPhase(StrEnum):

@@ -476,6 +476,10 @@ class CheckpointSpec(_Strict):
     """If true, the newest state is written to ``dir`` after a worker fails."""
 
 
+RequestText = Annotated[str, StringConstraints(min_length=1, max_length=64)]
+"""A text that requests something once; another text requests it again."""
+
+
 class RestartSpec(_Strict):
     """A request to replace all nodes by new ones of the current template."""
 
@@ -509,7 +513,7 @@ class DiagnosisSpec(_Strict):
     silent_seconds: Annotated[int, Field(ge=1, le=86_400)] | None = None
     """For scripts that report no steps: seconds without CPU time of any worker after which a hang
     is suspected. If absent, no hang is suspected there."""
-    snapshot: Annotated[str, StringConstraints(min_length=1, max_length=64)] | None = None
+    snapshot: RequestText | None = None
     """Any text that was not here before, such as the time, requests a snapshot of all ranks:
     ``dlrover job stacks`` sets it."""
 
@@ -558,6 +562,9 @@ class JobSpec(_Strict):
     """Seconds with fewer nodes than the minimum after which the job has failed."""
     checkpoint: CheckpointSpec | None = None
     """Flash checkpoints. If absent, only the settings in the script apply."""
+    store_checkpoint: RequestText | None = None
+    """Any text that was not here before, such as the time, requests that the newest checkpoint in
+    memory is stored while training goes on: ``dlrover job checkpoint`` sets it."""
     tuning: TuningSpec | None = None
     """Settings of data loaders: ``dlrover job tune`` sets it."""
     managed_by: Annotated[
@@ -809,11 +816,22 @@ class ElasticJob(_Strict):
             raise ConfigError(explain(error, prefix="spec.diagnosis")) from error
         return self.changed(self.spec.model_copy(update={"diagnosis": diagnosis}))
 
-    def with_snapshot_of(self, other: Self) -> JobSpec:
-        """Return the spec of this job with the request for a snapshot of another one."""
+    def with_stored_checkpoint(self, at: str) -> Self:
+        """Return this job with a request to store the newest checkpoint, one generation later.
+
+        Raises:
+            ConfigError: ``at`` is empty, or longer than 64 characters.
+        """
+        if not 1 <= len(at) <= 64:
+            raise ConfigError(f"spec.storeCheckpoint: found {len(at)} characters, expected 1 to 64")
+        return self.changed(self.spec.model_copy(update={"store_checkpoint": at}))
+
+    def with_requests_of(self, other: Self) -> JobSpec:
+        """Return the spec of this job with the requests of another one that change no node."""
         snapshot = {"snapshot": other.spec.diagnosis.snapshot}
         diagnosis = self.spec.diagnosis.model_copy(update=snapshot)
-        return self.spec.model_copy(update={"diagnosis": diagnosis})
+        requests = {"diagnosis": diagnosis, "store_checkpoint": other.spec.store_checkpoint}
+        return self.spec.model_copy(update=requests)
 
     def tuned(
         self, *, micro_batch: int | None, loader_workers: int | None, auto: bool | None

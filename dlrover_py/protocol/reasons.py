@@ -539,7 +539,8 @@ class EventReason(StrEnum):
     ``spec.checkpoint.dir`` nor the script names a directory."""
     CHECKPOINT_REQUESTED = "CheckpointRequested"
     """The newest checkpoint in memory is being stored. The cause: a node leaves, the job is
-    suspended or ends, or a worker has failed (``saveAtBreakpoint``)."""
+    suspended or ends, a worker has failed (``saveAtBreakpoint``), or a user asked (``dlrover job
+    checkpoint``)."""
     CHECKPOINT_CANCELED = "CheckpointCanceled"
     """A checkpoint was not stored. The cause: a node that was writing a part of it is gone, a new
     round has begun, or a newer checkpoint is stored instead."""

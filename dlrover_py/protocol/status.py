@@ -209,6 +209,12 @@ class NodeStatus(_StatusModel):
     """True if its next workers start with their modules already imported (docs/warm-start.md)."""
     step: int | None = None
     """Newest step that one of its workers has reported."""
+    steps_per_s: float = 0.0
+    """Steps per second of its workers; 0 before the second report."""
+    memory_step: int | None = None
+    """Step of the newest checkpoint of its workers that is in its memory."""
+    copy_step: int | None = None
+    """Step of the newest checkpoint in its copy of a peer's memory."""
     restarts: int = 0
     """Failures of its workers that count against ``restartCount``."""
     relaunches: int = 0
@@ -247,6 +253,51 @@ class LastCheckpoint(_StatusModel):
     """When the newest checkpoint in storage was committed."""
     folder: str = ""
     """Folder of the newest checkpoint in storage."""
+
+
+class HeldCheckpoint(_StatusModel):
+    """A checkpoint in the memory of nodes."""
+
+    step: int
+    """The step of the checkpoint."""
+    round: int
+    """The round in which it was saved."""
+    nodes: int
+    """Number of nodes that hold the shards of their own workers."""
+    copies: int
+    """Number of nodes that hold a copy of a peer's shards."""
+    nbytes: int
+    """Size of the shards in the memory of their own nodes, in bytes."""
+    complete: bool
+    """True if living nodes hold all of it, so that it can be restored."""
+    certified: bool
+    """True if all replicas had equal parameters at this step."""
+    stored: bool
+    """True if it is in storage, too."""
+    writing: bool
+    """True if it is being written to storage."""
+    at: WallTime | None = None
+    """When it was first seen to be the newest complete one; absent if it never was."""
+
+
+class StoreAnswer(_StatusModel):
+    """The answer to a user's request to store the newest checkpoint."""
+
+    request: Words
+    """The text of ``spec.storeCheckpoint`` that it answers."""
+    step: Count | None = None
+    """The step of the checkpoint that is in storage; absent if it could not be stored."""
+    folder: Words = ""
+    """Folder of the checkpoint."""
+    problem: Words = ""
+    """Why it could not be stored; empty if it is in storage."""
+
+    @property
+    def words(self) -> str:
+        """The answer as a sentence."""
+        if self.step is None:
+            return f"no checkpoint was stored: {self.problem}"
+        return f"the checkpoint of step {self.step} is in {self.folder}"
 
 
 class PartitionStatus(_StatusModel):
@@ -424,10 +475,14 @@ class JobStatus(_StatusModel):
     """The newest failure that was counted against a node's ``restartCount``."""
     last_checkpoint: LastCheckpoint | None = None
     """The newest checkpoint; absent until a node reports one."""
+    memory_checkpoints: list[HeldCheckpoint] = Field(default_factory=list)
+    """The newest checkpoints in memory, at most 4, the newest first."""
     checkpoints_stored: int = 0
     """Number of checkpoints that were stored at this master's request."""
     checkpoint_failures: int = 0
     """Number of checkpoints that could not be stored."""
+    store_answer: StoreAnswer | None = None
+    """The answer to the newest ``spec.storeCheckpoint``; absent until there is one."""
     streams: list[StreamStatus] = Field(default_factory=list)
     """Progress of the datasets that are streams."""
     diagnosis: DiagnosisStatus | None = None

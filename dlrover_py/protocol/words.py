@@ -42,6 +42,16 @@ def duration(seconds: float) -> str:
     return f"{int(seconds // 86400)} d {int(seconds % 86400 // 3600)} h"
 
 
+def byte_size(nbytes: int) -> str:
+    """Return a size in bytes as text with a unit: ``8 B``, ``1.5 kB``, ``120 GB``."""
+    value, unit = float(nbytes), "B"
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 1000 or unit == "TB":
+            break
+        value /= 1000
+    return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
+
+
 def plain(text: str) -> str:
     """Escape control characters other than newline and tab, for example as ``\\x1b``.
 

@@ -1,6 +1,7 @@
 """The dashboard in a real browser, of a real job."""
 
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, expect
 
 from tests.process.harness import CALM, Place, job, members
+from tests.programs import PROGRAMS
 
 expect.set_options(timeout=60_000)  # for a busy machine
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
@@ -85,6 +87,30 @@ def test_a_killed_worker_and_a_scaled_job_are_seen_as_they_happen(place: Place, 
         assert page.request.get(address).status == 200
         page.context.clear_cookies()
         assert page.request.get(address).status == 401
+
+
+def test_checkpoints_are_seen_and_stored_from_the_page_of_a_job_run_with_dashboard(
+    place: Place, page: Page
+) -> None:
+    script = PROGRAMS / "save_until_stopped.py"
+    with job(
+        place, script=script, args=("20",), replicas=2, settings=CALM, more=("--dashboard",)
+    ) as run:
+        in_thread(lambda: run.running(2))
+        (link,) = re.findall(r"the dashboard is at (\S+)", "".join(run.output))
+        page.goto(link)
+        expect(page.get_by_role("img", name=re.compile("2 nodes: trains"))).to_be_visible()
+        expect(page.locator("#checkpoints")).to_contain_text("2 of 2 members")
+        page.get_by_role("button", name="Checkpoint now").focus()
+        page.keyboard.press("Enter")
+        expect(page.locator("#answer [role=status]")).to_contain_text("the checkpoint")
+        answer = page.get_by_text("answer to the last request: the checkpoint of step")
+        expect(answer).to_be_visible()
+        stored = in_thread(run.status).store_answer
+        assert stored is not None
+        assert stored.problem == ""
+        accessible(page)
+        page.goto("about:blank")
 
 
 def test_an_ended_job_can_still_be_seen(place: Place, page: Page) -> None:

@@ -396,6 +396,7 @@ def job(
     script: Path | str = SLEEPER,
     hosts: int | None = None,
     flags: tuple[str, ...] = (),
+    more: tuple[str, ...] = (),
     args: tuple[str, ...] = (),
     name: str = "job",
     settings: dict[str, str] | None = None,
@@ -410,6 +411,7 @@ def job(
         script: program of the workers.
         hosts: value of ``--nodes``; None for the default.
         flags: flags of elastic-run.
+        more: more flags of ``dlrover job run``.
         args: arguments of the script.
         name: name of the job.
         settings: settings of the master, without their prefix.
@@ -421,7 +423,7 @@ def job(
     command = ["elastic-run", *flags, "train.py", *args]
     file = place.folder / "job.yaml"
     file.write_text(yaml.safe_dump(document(command, name=name, env=env, spec=spec, **worker)))
-    argv = ["dlrover", "job", "run", "job.yaml", "--json"]
+    argv = ["dlrover", "job", "run", "job.yaml", "--json", *more]
     if hosts is not None:
         argv += ["--nodes", str(hosts)]
     process = place.popen(

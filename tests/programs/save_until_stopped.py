@@ -1,6 +1,12 @@
-"""Saves each step in memory until it is asked to stop, and prints each step."""
+"""Saves in memory until it is asked to stop, and prints each step.
+
+python save_until_stopped.py [EVERY]
+
+EVERY is the number of steps between two checkpoints, 1 if it is not given.
+"""
 
 import os
+import sys
 import threading
 
 import torch
@@ -11,7 +17,8 @@ from dlrover_py.trainer import Checkpointer
 dist.init_process_group("gloo")
 state = {"w": torch.zeros(3)}
 step = 0
-with Checkpointer("store", every=1, persist_every=1_000_000) as checkpointer:
+every = int(sys.argv[1]) if len(sys.argv) > 1 else 1
+with Checkpointer("store", every=every, persist_every=1_000_000) as checkpointer:
     while not checkpointer.should_stop:
         step += 1
         state["w"] += 1

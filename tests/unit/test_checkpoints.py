@@ -10,9 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrover_py.checkpoint.directory import CheckpointDirectory, folder_of
-from dlrover_py.master.core.checkpoints import CheckpointOutcome, CheckpointRecord, Checkpoints
+from dlrover_py.master.core.checkpoints import (
+    CheckpointOutcome,
+    CheckpointRecord,
+    Checkpoints,
+)
 from dlrover_py.master.core.memory_index import CANDIDATES
 from dlrover_py.master.core.replica_pairs import peers
+from dlrover_py.master.core.status import checkpoint_error, held_checkpoints
+from dlrover_py.master.core.store_request import TRIES, StoreRequest
 from dlrover_py.protocol.agents import (
     AgentReport,
     MemoryCheckpoint,
@@ -23,6 +29,7 @@ from dlrover_py.protocol.agents import (
     StoredCheckpoint,
 )
 from dlrover_py.protocol.names import NodeId, Term
+from dlrover_py.protocol.status import StoreAnswer
 from tests.ids import checkpoint_id
 
 PERSIST_S = 100.0
@@ -39,6 +46,9 @@ class Desk:
         self.notes: list[str] = []
         self.reassigned: set[NodeId] = set()
         self.answers: dict[int, list[int]] = {}
+        self.request: StoreRequest | None = None
+        """What a user asks for, and the answer."""
+        self.answer: StoreAnswer | None = None
         for node in nodes:
             self.say(node, transfer_port=7000 + int(node[1:]))
         self.core.new_round(round_number, [(n, (n,)) for n in nodes], replicas=replicas)
@@ -55,6 +65,9 @@ class Desk:
 
     def look(self, at: float | None = None) -> CheckpointOutcome:
         self.now = self.now if at is None else at
+        if self.request is not None:
+            self.answer = self.request.serve(self.core, self.now, self.term)
+            self.request = self.request if self.answer is None else None
         out = self.core.look(self.now, 1e6 + self.now, term=self.term, persist_s=PERSIST_S)
         self.notes += [note.reason for note in out.notes]
         self.reassigned = set(out.reassign)
@@ -151,6 +164,21 @@ def test_a_state_of_another_shape_is_learnt_anew() -> None:
 
 def test_only_the_newest_are_offered() -> None:
     assert sharded(1, 2, 3, 4, 5).steps() == [5, 4, 3][:CANDIDATES]
+
+
+def test_the_status_says_on_how_many_nodes_each_checkpoint_is() -> None:
+    desk = sharded(5, persist=True)
+    copies = [held(5, 1, replica=True), held(6, 0, nbytes=7, certified=True)]
+    desk.say(N0, memory=[held(5, 0), *copies])
+    newest, oldest = held_checkpoints(desk.core)
+    assert (newest.step, newest.nodes, newest.copies, newest.complete) == (6, 1, 0, False)
+    assert (newest.nbytes, newest.certified, newest.writing) == (7, True, False)
+    assert (oldest.step, oldest.nodes, oldest.copies, oldest.complete) == (5, 2, 1, True)
+    assert (oldest.writing, oldest.stored) == (True, False)
+    committed(desk)
+    assert [one.stored for one in held_checkpoints(desk.core)] == [False, True]
+    desk.core.drop(N1)
+    assert [one.nodes for one in held_checkpoints(desk.core)] == [1, 1]
 
 
 # --- questions ---
@@ -380,13 +408,16 @@ def test_a_failure_is_told_and_the_next_step_is_tried() -> None:
     desk = sharded(5, persist=True)
     desk.persisting(N1, PersistPhase.FAILED, "the disk is full")
     assert not desk.orders()
-    assert desk.core.last_error == "the checkpoint of step 5 was not stored: n1: the disk is full"
+    assert (
+        checkpoint_error(desk.core)
+        == "the checkpoint of step 5 was not stored: n1: the disk is full"
+    )
     desk.say(N0, memory=[held(6, 0, persist=True)])
     desk.say(N1, memory=[held(6, 1, persist=True)])
     assert {o.step for o in desk.orders().values()} == {6}
     desk.persisting(N0, PersistPhase.READY)
     desk.persisting(N0, PersistPhase.DONE)
-    assert desk.core.last_error == ""
+    assert checkpoint_error(desk.core) == ""
 
 
 def test_trouble_before_anything_was_saved_is_of_a_job_that_saves() -> None:
@@ -397,7 +428,7 @@ def test_trouble_before_anything_was_saved_is_of_a_job_that_saves() -> None:
     assert not core.in_use, "no script there saves anything"
     core.take(N0, report.model_copy(update={"seq": 2, "transfer_port": 7000}))
     assert core.in_use
-    assert core.last_error == "n0: no memory"
+    assert checkpoint_error(core) == "n0: no memory"
 
 
 def test_an_order_takes_too_long() -> None:
@@ -476,6 +507,89 @@ def test_the_newest_set_is_stored_once_the_workers_have_ended() -> None:
     desk.persisting(N0, PersistPhase.DONE)
     assert not desk.core.holds(N1)
     assert {N0, N1} <= desk.reassigned
+
+
+# --- what a user asks for ---
+
+
+def asked(desk: Desk, text: str = "at 1") -> StoreAnswer | None:
+    desk.request, desk.answer = StoreRequest(text, desk.now + 30.0), None
+    desk.look()
+    return desk.answer
+
+
+def committed(desk: Desk, where: str = "/store") -> StoreAnswer | None:
+    """All parts are written, and the manifest."""
+    order = desk.orders()[N0]
+    desk.persisting(N0, PersistPhase.READY)
+    stored = StoredCheckpoint(step=order.step, round=order.round, where=where, at=1.0, number=1)
+    desk.persisting(N0, PersistPhase.DONE, stored=stored)
+    return desk.answer
+
+
+def test_a_user_has_the_newest_set_stored_while_the_workers_go_on() -> None:
+    desk = sharded(5)
+    desk.say(N0, stores=True)
+    assert asked(desk) is None
+    assert {o.step for o in desk.orders().values()} == {5}
+    for rank, node in enumerate((N0, N1)):
+        desk.say(node, memory=[held(5, rank), held(6, rank)])
+    assert {o.step for o in desk.orders().values()} == {5}, "a newer one does not call it off"
+    assert desk.notes == ["CheckpointRequested"]
+    assert committed(desk) == StoreAnswer(request="at 1", step=5, folder="/store")
+    assert not desk.orders(), "once is enough"
+
+
+def test_what_is_stored_already_is_the_answer_to_the_next_user() -> None:
+    desk = sharded(5, persist=True)
+    assert asked(desk) is None
+    assert committed(desk) == StoreAnswer(request="at 1", step=5, folder="/store")
+    assert asked(desk, "at 2") == StoreAnswer(request="at 2", step=5, folder="/store")
+    assert not desk.orders()
+    assert desk.notes == ["CheckpointStored"], "the attempt that ran anyway was waited for"
+
+
+def test_a_user_is_told_why_nothing_is_stored() -> None:
+    desk = Desk(N0, N1)
+    answer = asked(desk)
+    assert answer is not None
+    assert answer.problem == "no checkpoint is complete in the memory of the nodes"
+    desk = sharded(5)
+    answer = asked(desk)
+    assert answer is not None
+    assert "directory" in answer.problem
+
+
+def test_memory_that_was_filled_again_is_tried_with_a_newer_set() -> None:
+    desk = sharded(5)
+    desk.say(N0, stores=True)
+    assert asked(desk) is None
+    for step in range(6, 5 + TRIES):
+        for rank, node in enumerate((N0, N1)):
+            desk.say(node, memory=[held(step, rank)])
+        desk.persisting(N0, PersistPhase.FAILED, "filled again")
+        assert desk.answer is None
+        assert {o.step for o in desk.orders().values()} == {step}
+    desk.persisting(N0, PersistPhase.FAILED, "filled again")
+    answer = desk.answer
+    assert answer is not None
+    assert answer.step is None
+    assert "filled again" in answer.problem
+
+
+def test_a_user_waits_for_nodes_of_the_last_master_but_not_for_ever() -> None:
+    desk = sharded(5)
+    desk.say(N0, stores=True)
+    desk.core.recall(N2)
+    assert asked(desk) is None
+    assert not desk.orders()
+    desk.say(N2, memory=[held(6, 0, 1)])
+    assert {o.step for o in desk.orders().values()} == {6}
+    desk.look(30.0)
+    answer = desk.answer
+    assert answer is not None
+    assert answer.step is None
+    assert not desk.orders()
 
 
 def test_what_is_to_be_stored_is_not_called_off_for_each_step_of_the_next_round() -> None:
@@ -760,6 +874,7 @@ EVENTS = st.one_of(
     st.tuples(st.just("old"), st.sampled_from(NODES), st.sampled_from(list(PersistPhase))),
     st.tuples(st.just("round")),
     st.tuples(st.just("wish")),
+    st.tuples(st.just("asked"), st.integers(1, 2)),
     st.tuples(st.just("stored"), st.integers(1, 5), st.sampled_from([0.0, 1e6, 4e9])),
     st.tuples(st.just("master")),
     st.tuples(st.just("time"), st.sampled_from([1.0, 20.0, 200.0])),
@@ -814,6 +929,8 @@ def test_no_sequence_of_events_breaks_what_is_promised(events: list[tuple[Any, .
                 desk.core.request_flush(
                     "", desk.said, round_number, now=desk.now, until=desk.now + 10, stay=True
                 )
+            case "asked":
+                desk.request = StoreRequest(str(words[0]), desk.now + 10)
             case "stored" if N0 in desk.said:
                 step, at = words
                 desk.say(
@@ -831,8 +948,9 @@ def test_no_sequence_of_events_breaks_what_is_promised(events: list[tuple[Any, .
         out = desk.look()
         assert out.wake_at > desk.now, "no busy loop"
         again = desk.look()
-        assert not again.reassign, "a look decides all there is to decide"
-        assert not again.notes
+        if desk.request is None:  # it waits for the end of a write, which a look may bring
+            assert not again.reassign, "a look decides all there is to decide"
+            assert not again.notes
         for found in desk.core.memory.candidates():
             there = covered(memory.values(), found.step, found.timeline)
             assert there == {"a", "b"}, f"step {found.step}: {there}"

@@ -4,7 +4,8 @@ import asyncio
 import csv
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 from urllib.parse import urlencode
 
 import pytest
@@ -13,12 +14,21 @@ from hypothesis import strategies as st
 from starlette.types import Message
 
 from dlrover_py.cli.view import JobRow
-from dlrover_py.dashboard import pages, pictures, server
+from dlrover_py.dashboard import pages, pictures, ranks, server
+from dlrover_py.protocol.agents import WorkerPhase
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job_view import JobView
 from dlrover_py.protocol.local import METRICS_KEPT, History, ProgressSample
 from dlrover_py.protocol.reasons import EventReason
-from dlrover_py.protocol.status import Condition, DiagnosisStatus, JobEvent, JobPhase, NodePhase
+from dlrover_py.protocol.status import (
+    Condition,
+    DiagnosisStatus,
+    HeldCheckpoint,
+    JobEvent,
+    JobPhase,
+    NodePhase,
+    StoreAnswer,
+)
 from tests.unit.test_report import Page
 from tests.unit.test_view import hostile, status
 
@@ -212,6 +222,69 @@ def test_many_nodes_are_shown_in_pages() -> None:
         assert len(links) <= pages.NODES_PER_PAGE
 
 
+def test_each_node_has_a_letter_by_rank_and_who_lags_is_named() -> None:
+    shown = running(nodes=5).status
+    assert shown is not None
+    state = {"workers": WorkerPhase.RUNNING, "steps_per_s": 1.0}
+    changes: list[dict[str, Any]] = [
+        {"steps_per_s": 0.5}, {"phase": NodePhase.SUSPECT}, {}, {"node_rank": None}, {},
+    ]  # fmt: skip
+    nodes = [
+        node.model_copy(update=state | change)
+        for node, change in zip(shown.nodes, changes, strict=True)
+    ]
+    view = replace(running(), status=shown.model_copy(update={"nodes": nodes}))
+    browser = Browser(OneJob(view)).enter()
+    grid = browser.call("GET", "/jobs/demo/sections/ranks").text
+    cells = re.findall(r'title="(n\d[^"]*)">(\S)</b>', grid)
+    assert [letter for _, letter in cells] == ["L", "?", "T", "T", "W"]
+    assert cells[0][0].startswith("n0, rank 0, 2.0 s, 2.00 × median: lags")
+    (label,) = (v for name, v in Page(grid).attributes if name == "aria-label")
+    assert "2 nodes: trains; 1 node: waits; 1 node: lags" in (label or "")
+    assert "1.0 s, 1.00 × median" in browser.call("GET", "/jobs/demo/sections/nodes").text
+
+
+@pytest.mark.parametrize("count", [1, 1000, 1024, 1025, 12_500])
+def test_the_grid_of_any_number_of_nodes_is_small(count: int) -> None:
+    view = running(nodes=count)
+    assert view.status is not None
+    lost = view.status.nodes[-1].model_copy(update={"phase": NodePhase.SUSPECT})
+    nodes = [*view.status.nodes[:-1], lost]
+    grid = pages.section("ranks", pages.JobPage(replace(
+        view, status=view.status.model_copy(update={"nodes": nodes})), History(), AT))  # fmt: skip
+    assert len(grid) < 100_000
+    assert 0 < grid.count("title=") <= ranks.CELLS
+    assert grid.count(">?</b>") == 2, "one cell, and the legend: the worst mark of its nodes"
+
+
+def test_the_page_says_where_each_checkpoint_is_and_when_the_next_one_is_due() -> None:
+    shown = running(nodes=2).status
+    assert shown is not None
+    kept = {"round": 2, "nodes": 2, "copies": 1, "nbytes": 3_000_000, "complete": True}
+    marks = {"certified": False, "stored": False, "writing": False, "at": AT - 125}
+    memory = [
+        HeldCheckpoint(**kept | marks | {"step": 30, "writing": True}),
+        HeldCheckpoint(**kept | marks | {"step": 20, "certified": True, "stored": True}),
+    ]
+    nodes = [n.model_copy(update={"memory_step": 30, "copy_step": 20}) for n in shown.nodes]
+    assert shown.progress is not None
+    more = {
+        "memory_checkpoints": memory, "nodes": nodes,
+        "store_answer": StoreAnswer(request="1", step=20, folder="/s/step-20"),
+        "progress": shown.progress.model_copy(update={"steps_per_s": 2.0}),
+        "published_at": AT,
+    }  # fmt: skip
+    view = replace(running(), status=shown.model_copy(update=more))
+    browser = Browser(OneJob(view)).enter()
+    text = Page(browser.call("GET", "/jobs/demo/sections/checkpoints").text).text
+    for part in (
+        "being written", "3.0 MB", "2 min 0 s", "2 of 2 members", "2 keep a copy",
+        "expected at step 40, 10 steps after the last: one in 5.0 s", "is in /s/step-20",
+    ):  # fmt: skip
+        assert part in text, part
+    assert "a peer's 20" in browser.call("GET", "/jobs/demo/sections/nodes").text
+
+
 def test_a_job_without_a_status_has_a_page() -> None:
     jobs = OneJob(JobView("demo", [], "Pending", "no status yet", None, [], [], {}))
     assert "no status yet" in Browser(jobs).enter().call("GET", "/jobs/demo/").text
@@ -284,7 +357,8 @@ def test_the_page_says_why_the_job_has_its_size_and_what_its_ranks_do() -> None:
     assert "size: not scaled: +2 %" in size
     assert "2→4: +87 %" in size
     assert "in all_reduce" in browser.call("GET", "/jobs/demo/sections/stacks").text
-    assert browser.act("stacks", csrf=browser.access.csrf).status == 200
+    for action in ("stacks", "checkpoint"):
+        assert browser.act(action, csrf=browser.access.csrf).status == 200
     assert browser.call("GET", "/jobs/demo/sections/size").text != ""
 
 

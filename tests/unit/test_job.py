@@ -38,7 +38,7 @@ from dlrover_py.protocol.errors import InvariantError
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import NodeId, Term
 from dlrover_py.protocol.reasons import EventReason
-from dlrover_py.protocol.status import JobPhase, NodePhase, summarize
+from dlrover_py.protocol.status import JobPhase, NodePhase, StoreAnswer, summarize
 from tests.builders import Bench, SimAgent, crash, elastic_job, job_file, running, user_error
 
 N1 = NodeId("n1")
@@ -1907,6 +1907,32 @@ def test_workers_are_told_how_old_their_job_was_when_the_round_began() -> None:
 
 
 # --- checkpoints ---
+
+
+@pytest.mark.parametrize("master", ["stays", "restarts"])
+def test_a_users_request_to_store_a_checkpoint_interrupts_nobody(master: str) -> None:
+    bench = running()
+    for agent in bench.living():
+        agent.save(7, persist=False)
+    bench.settle()
+    bench.change(bench.spec.with_stored_checkpoint("now"))
+    assert EventReason.SPEC_CHANGED not in bench.reasons()
+    assert EventReason.CHECKPOINT_REQUESTED in bench.reasons()
+    if master == "restarts":
+        bench.restart_master()
+    bench.settle()
+    for _ in range(2):  # the coordinator needs a grant
+        for agent in bench.living():
+            agent.write(PersistPhase.DONE)
+        bench.settle()
+    status = bench.job.status(bench.now, 0)
+    assert status.store_answer == StoreAnswer(request="now", step=7, folder="/d")
+    assert status.round == 1
+    bench.restart_master()
+    bench.settle()
+    assert bench.job.status(bench.now, 0).store_answer == status.store_answer
+    requested = [r for r in bench.reasons() if r == EventReason.CHECKPOINT_REQUESTED]
+    assert len(requested) == (1 if master == "stays" else 2), "one text is one request"
 
 
 def test_what_a_node_holds_is_stored_before_a_smaller_wish_lets_it_go() -> None:

@@ -39,13 +39,15 @@ def slot(folder: Path, name: str, rank: int, step: int, **facts: Any) -> None:
 
 def test_slots_are_told_by_checkpoint_the_newest_first(tmp_path: Path) -> None:
     slot(tmp_path, "0.0", 2, 5, part="a")
-    slot(tmp_path, "1.0", 3, 5, part="b")
-    slot(tmp_path, "0.1", 2, 6, part="a", persist=True)
+    slot(tmp_path, "1.0", 3, 5, part="b", certified=True)
+    slot(tmp_path, "0.1", 2, 6, part="a", persist=True, certified=True)
     slot(tmp_path, "peer-0.0", 0, 6, part="a", private_only=True, persist=True)
     slot(tmp_path, "0.2", 2, 9, job="another")
     newest, oldest = [h for h in memory_checkpoints(tmp_path, JOB) if not h.replica]
     assert (newest.step, newest.ranks, newest.persist) == (6, {2: "a"}, True)
     assert (oldest.step, oldest.ranks, oldest.persist) == (5, {2: "a", 3: "b"}, False)
+    assert (newest.certified, oldest.certified) == (True, False), "all ranks here have to be"
+    assert oldest.nbytes == 2 * newest.nbytes > 0
     (copy,) = [h for h in memory_checkpoints(tmp_path, JOB) if h.replica]
     assert (copy.step, copy.ranks, copy.private_only, copy.persist) == (6, {0: "a"}, [0], False)
 

@@ -557,6 +557,8 @@ def _memory_checkpoint(headers: Iterable[SlotHeader], *, replica: bool) -> Memor
         private_only=sorted(s.rank for s in found if s.private_only),
         replica=replica,
         persist=any(s.persist for s in found) and not replica,
+        nbytes=sum(s.size for s in found),
+        certified=all(s.certified for s in found),
     )
 
 

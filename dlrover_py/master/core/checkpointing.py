@@ -6,6 +6,7 @@ from dlrover_py.master.core.assignments import Assignments
 from dlrover_py.master.core.events import RestoreAnswer
 from dlrover_py.master.core.history import CoreContext
 from dlrover_py.master.core.rendezvous import RoundMembers
+from dlrover_py.master.core.store_request import StoreRequest
 
 
 class Checkpointing:
@@ -16,6 +17,8 @@ class Checkpointing:
         self._assignments = assignments
         self._age_s = 0
         """Age of the job at the begin of the round, in seconds."""
+        self._request: StoreRequest | None = None
+        """The user's request to store the newest checkpoint, until it is answered."""
         self.follow_spec()
 
     def follow_spec(self) -> None:
@@ -78,6 +81,7 @@ class Checkpointing:
         Events are recorded, nodes get changed assignments, and questions about restores are
         answered.
         """
+        self._serve_request()
         outcome = self.live.checkpoints.look(
             self.live.now, self.live.wall, term=self.state.term, persist_s=self.live.rules.persist_s
         )
@@ -89,3 +93,19 @@ class Checkpointing:
         for number, found in outcome.answers:
             self.live.emit(RestoreAnswer(number, found))
         self.live.wake(outcome.wake_at)
+
+    def _serve_request(self) -> None:
+        """Follow the user's request to store the newest checkpoint, unless it is answered.
+
+        A request that is open when the master ends is followed by the next one from the beginning.
+        """
+        wanted, answer = self.live.spec.spec.store_checkpoint, self.state.store_answer
+        if wanted is None or self.state.phase.ended or (answer and answer.request == wanted):
+            return
+        if self._request is None or self._request.text != wanted:
+            self._request = StoreRequest(wanted, self.live.now + self.live.rules.persist_s)
+        answer = self._request.serve(self.live.checkpoints, self.live.now, self.state.term)
+        if answer is not None:
+            self._request, self.state.store_answer = None, answer
+        else:
+            self.live.wake(self._request.until)

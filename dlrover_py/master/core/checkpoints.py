@@ -29,7 +29,6 @@ from dlrover_py.protocol.agents import (
 from dlrover_py.protocol.checkpoint_id import CheckpointId
 from dlrover_py.protocol.names import NodeId, Term, id_key
 from dlrover_py.protocol.reasons import EventReason
-from dlrover_py.protocol.words import counted
 
 RoundStart = tuple[int, CheckpointId | None]
 """A round, and the checkpoint that it continued from; None if it continued from none."""
@@ -188,11 +187,12 @@ class Checkpoints:
         """Why the last attempt to store a checkpoint failed; empty if it succeeded."""
         self.commits = self.failures = 0
         self.memory = MemoryIndex()
-        self._node_errors: dict[NodeId, str] = {}
+        self.node_errors: dict[NodeId, str] = {}
+        """Why a node's checkpoints are not as complete as they should be, in words."""
         self._round = 0
         self._not_confirmed: set[NodeId] = set()
         """Members of the round whose memory may still be changed by workers of an earlier round."""
-        self._not_reported: set[NodeId] = set()
+        self.not_reported: set[NodeId] = set()
         """Nodes of an earlier term that have not yet reported to this master what they hold."""
         self._source: dict[NodeId, NodeId] = {}
         """The node whose memory is replicated, by the node that keeps the replica."""
@@ -231,7 +231,7 @@ class Checkpoints:
 
     def recall(self, node: NodeId) -> None:
         """Register a node of an earlier term: it may hold what no other node holds."""
-        self._not_reported.add(node)
+        self.not_reported.add(node)
 
     def take(self, node: NodeId, report: AgentReport) -> None:
         """Take in a report of a node; parts that are equal to its last report are skipped.
@@ -239,7 +239,7 @@ class Checkpoints:
         The report may finish, fail or cancel the running attempt to store a checkpoint. A new agent
         process of a node cancels an attempt of which this node has not written its part.
         """
-        self._not_reported.discard(node)
+        self.not_reported.discard(node)
         known = self.memory.nodes.get(node)
         if known is None:
             known = self.memory.nodes[node] = NodeHoldings()
@@ -256,9 +256,9 @@ class Checkpoints:
             known.memory_round = report.memory_round
             self._workers_ended(node, known.memory_round)
         if report.checkpoint_error:
-            self._node_errors[node] = report.checkpoint_error
-        elif self._node_errors:
-            self._node_errors.pop(node, None)
+            self.node_errors[node] = report.checkpoint_error
+        elif self.node_errors:
+            self.node_errors.pop(node, None)
         self.in_use |= report.transfer_port > 0  # even if nothing could be saved yet
         self.storable |= report.stores
         if report.stored != known.stored:
@@ -273,12 +273,12 @@ class Checkpoints:
 
         An attempt to store a checkpoint is canceled if this node has not written its part of it.
         """
-        self._not_reported.discard(node)
+        self.not_reported.discard(node)
         known = self.memory.nodes.pop(node, None)
         if known is None:
             return
         self._remember(node, known, [])
-        self._node_errors.pop(node, None)
+        self.node_errors.pop(node, None)
         self._workers_ended(node, math.inf)
         self._writer_lost(node, "is gone")
 
@@ -456,6 +456,17 @@ class Checkpoints:
                 return NewestCheckpoint(key.step, one.complete_at)
         return self.storage
 
+    def newest_complete(self) -> CheckpointId | None:
+        """Return the newest complete checkpoint in memory that no round has skipped, or None."""
+        newest = sorted(self.memory.checkpoints, reverse=True)
+        complete = (k for k in newest if self.memory.is_complete(k))
+        return next((k for k in complete if not self._record.skips(k)), None)
+
+    @property
+    def writing(self) -> CheckpointId | None:
+        """The checkpoint that is being written to storage, or None."""
+        return None if self._run is None else self._run.id
+
     def only_in_memory(self) -> int:
         """Return the newest step in memory, if nothing is in storage and nothing can be stored.
 
@@ -472,18 +483,6 @@ class Checkpoints:
         """The newest checkpoint in storage, or None."""
         stored = self.stored
         return None if stored is None else NewestCheckpoint(stored.step, stored.at, stored.where)
-
-    @property
-    def last_error(self) -> str:
-        """The last error with checkpoints, in words; empty if there is none."""
-        if self.failing:
-            return self.failing
-        if not self._node_errors:
-            return ""
-        node = min(self._node_errors, key=id_key)
-        more = len(self._node_errors) - 1
-        others = f" (also {counted(more, 'other node')})" if more else ""
-        return f"{node}: {self._node_errors[node]}{others}"
 
     # --- Memory ---
 
@@ -528,7 +527,7 @@ class Checkpoints:
         term, have listed their memory. It also waits for a commit that is granted. The time limit
         of the question, or a newer round, ends the wait.
         """
-        known = question.round <= self._round and not (self._not_confirmed or self._not_reported)
+        known = question.round <= self._round and not (self._not_confirmed or self.not_reported)
         # A checkpoint whose commit is granted will be in storage, where the node looks next.
         known = known and not (self._run is not None and self._run.granted)
         return known or question.round < self._round or now >= question.until
@@ -621,7 +620,7 @@ class Checkpoints:
     def _failed(self, why: str) -> None:
         """End the running attempt to store a checkpoint, which has failed, and count the failure.
 
-        The next outcome has a warning that says why, and :attr:`last_error` says it too. The
+        The next outcome has a warning that says why, and :attr:`failing` says it too. The
         writers are reassigned, so that their assignments no longer have the request to write. The
         count and the reason are not in the record, so they are lost with the master.
 
@@ -704,9 +703,7 @@ class Checkpoints:
         if flush is not None and (not flush.waits or now >= flush.settle_at):
             self._outcome.reassign |= flush.waits  # they may have been told to stay
             flush.waits.clear()
-            newest = sorted(self.memory.checkpoints, reverse=True)
-            complete = (k for k in newest if self.memory.is_complete(k))
-            key = next((k for k in complete if not self._record.skips(k)), None)
+            key = self.newest_complete()
             if key is None or not self._is_worth_writing(key):
                 self._end_flush()
             elif (run := self._run) is None or (
@@ -714,11 +711,7 @@ class Checkpoints:
             ):
                 if run is not None:
                     self._cancel("a newer checkpoint is stored instead")
-                flush.attempt = self._write(key, now, term, flush.until)
-                message = f"the checkpoint of step {key.step} is being stored now: {flush.why}"
-                self._outcome.notes.append(
-                    CheckpointNote(EventReason.CHECKPOINT_REQUESTED, message)
-                )
+                flush.attempt = self.store(key, now, term, flush.until, flush.why)
                 self._needs_decision = False
             return
         if self._run is not None:
@@ -741,6 +734,20 @@ class Checkpoints:
         stored = self.stored
         later = stored is not None and stored.id >= key
         return later or self.memory.checkpoints[key].stored
+
+    def store(self, key: CheckpointId, now: float, term: Term, until: float, why: str) -> str:
+        """Begin an attempt that somebody has requested, with an event; return its id.
+
+        Args:
+            key: The checkpoint, which must be complete, while no attempt runs.
+            now: Monotonic time.
+            term: Term of this master.
+            until: Monotonic time at which the attempt has failed.
+            why: The cause, in words.
+        """
+        message = f"the checkpoint of step {key.step} is being stored now: {why}"
+        self._outcome.notes.append(CheckpointNote(EventReason.CHECKPOINT_REQUESTED, message))
+        return self._write(key, now, term, until)
 
     def _write(self, key: CheckpointId, now: float, term: Term, until: float) -> str:
         """Begin an attempt to store a checkpoint; its writers are to be reassigned.

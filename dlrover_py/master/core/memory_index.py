@@ -28,6 +28,10 @@ class KnownCheckpoint:
     """The nodes that hold the complete shard group, by shard group."""
     nodes: set[NodeId] = field(default_factory=set)
     """All nodes that hold something of it."""
+    own: dict[NodeId, MemoryCheckpoint] = field(default_factory=dict)
+    """What nodes hold of their own workers. The other nodes keep copies of a peer's memory only."""
+    copies: set[NodeId] = field(default_factory=set)
+    """Nodes that keep a copy of a peer's memory."""
     requested_by: set[NodeId] = field(default_factory=set)
     """Nodes whose workers want it to be stored."""
     reported_ranks: set[int] = field(default_factory=set)
@@ -236,6 +240,13 @@ class MemoryIndex:
             one.requested_by.discard(node)
             if not one.requested_by:
                 self.requested.discard(key)
+        one.own.pop(node, None)
+        one.copies.discard(node)
+        for held in new:
+            if held.replica:
+                one.copies.add(node)
+            else:
+                one.own[node] = held
         if new:
             one.nodes.add(node)
             return

@@ -62,8 +62,8 @@ class SpecChanges:
         self.state.accept(job)
         if job.spec == old.spec and job.most_nodes == old.most_nodes:
             return  # another reason for the same number of nodes
-        if job.spec != old.spec and job.with_snapshot_of(old) == old.spec:
-            return  # only a snapshot was requested
+        if job.spec != old.spec and job.with_requests_of(old) == old.spec:
+            return  # only a snapshot or a checkpoint was requested
         if job.rests != old.rests:
             return  # handled in `suspend_or_resume`, as it may also have changed without a master
         if job.spec != old.spec and (

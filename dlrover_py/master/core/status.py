@@ -2,14 +2,16 @@
 
 from typing import Literal
 
+from dlrover_py.master.core.checkpoints import Checkpoints
 from dlrover_py.master.core.goodput import Goodput
 from dlrover_py.master.core.history import CoreContext
 from dlrover_py.master.core.nodes import Node, Readiness
-from dlrover_py.protocol.agents import WorkerPhase
+from dlrover_py.protocol.agents import AgentReport, WorkerPhase
 from dlrover_py.protocol.names import NodeId, id_key
 from dlrover_py.protocol.reasons import ConditionReason, ConditionType
 from dlrover_py.protocol.status import (
     Condition,
+    HeldCheckpoint,
     JobPhase,
     JobStatus,
     LastCheckpoint,
@@ -24,6 +26,8 @@ from dlrover_py.shards.streams import quarantined, watermark
 
 SHOWN_PARTITIONS = 100
 """Most partitions of a stream that the status has."""
+SHOWN_CHECKPOINTS = 4
+"""Most checkpoints in memory that the status has."""
 ENDED = "the job has ended and needs no nodes"
 
 
@@ -82,8 +86,10 @@ class StatusReport:
             goodput=self._goodput.status(now),
             last_failure=self.state.last_failure,
             last_checkpoint=self._last_checkpoint(wall),
+            memory_checkpoints=held_checkpoints(self.live.checkpoints),
             checkpoints_stored=self.live.checkpoints.commits,
             checkpoint_failures=self.live.checkpoints.failures,
+            store_answer=self.state.store_answer,
             streams=[
                 _stream_status(name, record.stream)
                 for name, record in self.state.shards.items()
@@ -164,6 +170,9 @@ class StatusReport:
             ),
             warm=report is not None and report.warm,
             step=report.progress.step if report and report.progress else None,
+            steps_per_s=report.progress.steps_per_s if report and report.progress else 0.0,
+            memory_step=_newest_step(report, replica=False),
+            copy_step=_newest_step(report, replica=True),
             restarts=node.restarts,
             relaunches=node.relaunches,
             message=node.leaving or node.message or _preparation(node),
@@ -185,7 +194,7 @@ class StatusReport:
         if self.state.phase.ended:
             self._set_ended()
         if self.live.checkpoints.in_use or self.live.spec.spec.checkpoint is not None:
-            error = self.live.checkpoints.last_error
+            error = checkpoint_error(self.live.checkpoints)
             why = ConditionReason.CHECKPOINT_FAILED if error else ConditionReason.AS_EXPECTED
             self._set(
                 ConditionType.CHECKPOINT_FAILING,
@@ -321,6 +330,44 @@ class StatusReport:
             message=message,
             last_transition_time=old.last_transition_time if old is not None and same else wall,
         )
+
+
+def checkpoint_error(known: Checkpoints) -> str:
+    """Return the last error with checkpoints, in words; empty if there is none."""
+    if known.failing or not known.node_errors:
+        return known.failing
+    node = min(known.node_errors, key=id_key)
+    more = len(known.node_errors) - 1
+    others = f" (also {counted(more, 'other node')})" if more else ""
+    return f"{node}: {known.node_errors[node]}{others}"
+
+
+def held_checkpoints(known: Checkpoints) -> list[HeldCheckpoint]:
+    """Return the newest checkpoints in memory and where each is, the newest first."""
+    found = []
+    for key in sorted(known.memory.checkpoints, reverse=True)[:SHOWN_CHECKPOINTS]:
+        one = known.memory.checkpoints[key]
+        found.append(
+            HeldCheckpoint(
+                step=key.step,
+                round=key.round,
+                nodes=len(one.own),
+                copies=len(one.copies),
+                nbytes=sum(held.nbytes for held in one.own.values()),
+                complete=known.memory.is_complete(key),
+                certified=bool(one.own) and all(held.certified for held in one.own.values()),
+                stored=one.stored or (known.stored is not None and known.stored.id == key),
+                writing=known.writing == key,
+                at=one.complete_at,
+            )
+        )
+    return found
+
+
+def _newest_step(report: AgentReport | None, *, replica: bool) -> int | None:
+    """Return the newest step in a node's own memory, or in its copy of a peer's; None if empty."""
+    held = report.memory if report is not None else []
+    return next((one.step for one in held if one.replica is replica), None)
 
 
 def _preparation(node: Node) -> str:
