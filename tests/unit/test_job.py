@@ -1470,6 +1470,16 @@ def test_a_node_that_leaves_with_notice_is_not_missed() -> None:
     assert [e for e in bench.job.state.events if e.reason == "NodesMissing"] == []
 
 
+def test_a_node_that_is_there_and_not_ready_yet_is_not_missed() -> None:
+    """A slow machine was told of missing nodes by "0 of at least 1 node are ready; present: n0"."""
+    bench = without_platform(1, 1, join_timeout_s=600.0)
+    bench.agents[NodeId("n0")].append(SimAgent(NodeId("n0"), warming=True))
+    bench.settle()
+    bench.pass_time(20.0)
+    assert bench.members == []
+    assert [e for e in bench.job.state.events if e.reason == "NodesMissing"] == []
+
+
 def test_the_end_of_the_masters_node_is_the_jobs_failure() -> None:
     bench = without_platform(1, 2)
     come(bench, "n0", "n1")
