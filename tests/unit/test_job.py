@@ -666,6 +666,19 @@ def test_after_the_end_nothing_is_formed() -> None:
     assert not bench.pods
 
 
+def test_steps_between_the_order_to_stop_and_the_end_are_shown() -> None:
+    """A script finished step 108 and saved it, and the job "stopped at step 105"."""
+    bench = running()
+    bench.agent("n0").reach(105)
+    bench.settle()
+    bench.step(JobStopped())
+    bench.agent("n0").reach(108)
+    bench.say(bench.agent("n0"))
+    progress = bench.job.status(bench.now, 0.0).progress
+    assert progress is not None
+    assert progress.step == 108
+
+
 @pytest.mark.parametrize("stored", [False, True])
 def test_an_end_with_nothing_stored_is_told(stored: bool) -> None:
     bench = by_themselves("n0", "n1")
