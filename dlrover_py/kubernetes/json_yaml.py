@@ -25,12 +25,18 @@ def _values(node: yaml.Node, known: dict[int, int]) -> int:
 
     Args:
         node: the root.
-        known: counts of the nodes seen so far, by their ``id()``; it is extended.
+        known: counts of the nodes seen so far, by their ``id()``; it is extended. A node whose
+            values are being counted has the count 0.
+
+    Raises:
+        MarkedYAMLError: a value contains itself.
     """
     if isinstance(node, yaml.ScalarNode):
         return 1
+    if known.get(id(node)) == 0:
+        raise fault("an alias is inside the value that it refers to", node)
     if id(node) not in known:
-        known[id(node)] = 0  # an alias inside its own node; other code refuses the depth
+        known[id(node)] = 0
         pairs = isinstance(node, yaml.MappingNode)
         below = [part for pair in node.value for part in (pair if pairs else (pair,))]
         known[id(node)] = 1 + sum(_values(part, known) for part in below)
@@ -48,7 +54,8 @@ class Loader(yaml.SafeLoader):
         """Return the tree of a document; None for an empty document.
 
         Raises:
-            MarkedYAMLError: the document has more than ``MAX_VALUES`` values.
+            MarkedYAMLError: the document has more than ``MAX_VALUES`` values, or a value of it
+                contains itself.
         """
         node = super().compose_document()
         if node is not None and _values(node, {}) > MAX_VALUES:

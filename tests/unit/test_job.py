@@ -666,6 +666,19 @@ def test_after_the_end_nothing_is_formed() -> None:
     assert not bench.pods
 
 
+def test_steps_between_the_order_to_stop_and_the_end_are_shown() -> None:
+    """A script finished step 108 and saved it, and the job "stopped at step 105"."""
+    bench = running()
+    bench.agent("n0").reach(105)
+    bench.settle()
+    bench.step(JobStopped())
+    bench.agent("n0").reach(108)
+    bench.say(bench.agent("n0"))
+    progress = bench.job.status(bench.now, 0.0).progress
+    assert progress is not None
+    assert progress.step == 108
+
+
 @pytest.mark.parametrize("stored", [False, True])
 def test_an_end_with_nothing_stored_is_told(stored: bool) -> None:
     bench = by_themselves("n0", "n1")
@@ -1467,6 +1480,16 @@ def test_a_node_that_leaves_with_notice_is_not_missed() -> None:
     bench.agent("n0").leaving = "the agent received SIGTERM"
     bench.settle()
     bench.pass_time(20.0)
+    assert [e for e in bench.job.state.events if e.reason == "NodesMissing"] == []
+
+
+def test_a_node_that_is_there_and_not_ready_yet_is_not_missed() -> None:
+    """A slow machine was told of missing nodes by "0 of at least 1 node are ready; present: n0"."""
+    bench = without_platform(1, 1, join_timeout_s=600.0)
+    bench.agents[NodeId("n0")].append(SimAgent(NodeId("n0"), warming=True))
+    bench.settle()
+    bench.pass_time(20.0)
+    assert bench.members == []
     assert [e for e in bench.job.state.events if e.reason == "NodesMissing"] == []
 
 

@@ -479,6 +479,18 @@ def test_a_file_that_grows_by_its_aliases_is_refused(text: str) -> None:
     assert yaml.load(fine, Loader=Loader) == {"a": {"k": 1}, "b": {"k": 1, "l": [{"k": 1}] * 2}}
 
 
+LOOPS = ["&a [*a]", "a: &a {b: *a}", "a: &a\n  <<: *a\n", "a: &a [&b [*b, *a]]"]
+
+
+@pytest.mark.parametrize("text", LOOPS)
+def test_a_value_that_contains_itself_is_refused(tmp_path: Path, text: str) -> None:
+    """YAML allows it, JSON does not. `dlrover job submit` printed a traceback."""
+    file = tmp_path / "job.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="1: not valid YAML: an alias is inside the value"):
+        jobfile.load_all(file)
+
+
 def test_fields_that_are_null_and_a_status_are_left_out(tmp_path: Path) -> None:
     """As ``kubectl create`` does with what a Helm template or ``kubectl get -o yaml`` writes."""
     plain = job_file()

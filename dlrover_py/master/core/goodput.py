@@ -35,11 +35,8 @@ class Goodput:
         time to repeat steps is counted as wasted. A report is ignored if a member with a lower rank
         has reported progress in this round.
         """
-        assert self.state.world is not None
-        rank = self.state.world.rank_of[node.id]
-        if self.live.progress is not None and self.live.progress[0] < rank:
+        if not self.show(node, progress):
             return
-        self.live.progress = (rank, progress)
         self._begin_round()
         if progress.step > self._step:
             self._step, self._moved_at = progress.step, self.live.now
@@ -68,6 +65,20 @@ class Goodput:
         account.move(TimeBucket.PRODUCTIVE, TimeBucket.WASTED_PROGRESS, repeating_s)
         self._add_lost_time(kind, self.live.now - down_since + repeating_s)
         self.log.record(EventReason.TRAINING_RESUMED, message, cause=cause, since=since)
+
+    def show(self, node: Node, progress: Progress) -> bool:
+        """Show the progress of a member of the round in the status, and count no time.
+
+        Returns:
+            False if a member with a lower rank has reported progress in this round. Nothing
+            changes then.
+        """
+        assert self.state.world is not None
+        rank = self.state.world.rank_of[node.id]
+        if self.live.progress is not None and self.live.progress[0] < rank:
+            return False
+        self.live.progress = (rank, progress)
+        return True
 
     def decide(self) -> None:
         """Note in which bucket time passes from now on."""

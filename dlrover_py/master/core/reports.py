@@ -59,6 +59,12 @@ class TrainingReports:
         elif report.phase is WorkerPhase.SUCCEEDED:
             self._succeeded(node)
 
+    def take_last(self, node: Node, report: AgentReport) -> None:
+        """Take in the last steps of a job that has ended, while its workers still save and stop."""
+        world = self.state.world
+        if report.progress is not None and world and world.has(node.id, node.incarnation):
+            self._goodput.show(node, report.progress)
+
     def _succeeded(self, node: Node) -> None:
         """Note that all workers of a member have exited with code 0.
 
@@ -174,6 +180,8 @@ class Reports:
         self._admission.take_report(node, report)
         if self.state.trains(node.id, node.incarnation) and report.follows == self.state.round:
             self._training.take(node, report)
+        elif self.state.phase.ended and report.follows == self.state.round:
+            self._training.take_last(node, report)
         if self._assignments.get(node.id) is None or outcome is ReportOutcome.NEW_INCARNATION:
             self._assignments.send(node)
 

@@ -168,22 +168,25 @@ class Rounds:
         """Record which nodes are missing, first after `MISSED_S`, then at growing intervals.
 
         This is done only where nodes come by themselves. Elsewhere the platform reports what a node
-        waits for. Before the next event is due, only a timer is set.
+        waits for. Before the next event is due, or if enough nodes are there and only not ready
+        yet, just a timer is set.
         """
         if self.live.rules.can_create:
             return
         if self._missed[0] != pending.since:
             self._missed = (pending.since, MISSED_S)
         due = pending.since + self._missed[1]
-        if self.live.now >= due and any(node.leaving for node in self.live.nodes):
-            due = self.live.now + MISSED_S  # a node leaves with notice: the result is open
+        here = [node.id for node in self.live.nodes if node.alive and not node.leaving]
+        # A node that leaves with notice, or one that is being warmed: the result is open.
+        is_open = any(node.leaving for node in self.live.nodes) or self.live.size.fit(len(here))
+        if self.live.now >= due and is_open:
+            due = self.live.now + MISSED_S
         if self.live.now < due:
             self.live.wake(due)
             return
         waited = self.live.now - pending.since
         self._missed = (pending.since, max(waited, self._missed[1]) * MISSED_AGAIN)
         self.live.wake(pending.since + self._missed[1])
-        here = [node.id for node in self.live.nodes if node.alive and not node.leaving]
         ranked = {NodeId(f"n{rank}") for rank in range(self.live.size.desired)}
         message = f"present: {named(here) or 'none'}"
         if ranked > set(here):  # the ids come from --node-rank
