@@ -254,18 +254,7 @@ class PsClient:
             spec = self.map.table(name)
             if spec is None:
                 raise ConfigError(f"table {name!r} does not exist: expected create() before")
-            ids = np.asarray(arrays[0])
-            if ids.dtype != np.int64 or ids.ndim != 1:
-                raise ConfigError(
-                    f"table {name}: expected ids as int64 [n], found {ids.dtype} {ids.shape}"
-                )
-            if push:
-                found = np.asarray(arrays[1])
-                if found.dtype != np.float32 or found.shape != (len(ids), spec.dim):
-                    raise ConfigError(
-                        f"table {name}: expected gradients as float32 ({len(ids)}, {spec.dim}), "
-                        f"found {found.dtype} {found.shape}"
-                    )
+            ids = _checked_ids(spec, arrays, push=push)
             size += ids.nbytes + 4 * len(ids) * spec.dim
             if size > MAX_REQUEST_BYTES:
                 raise ConfigError(
@@ -279,7 +268,8 @@ class PsClient:
             ordered = [np.asarray(array)[order] for array in arrays]
             used = self._formats.get(name, Formats())
             if push:
-                ordered[1:] = self._encoded(spec, used.push, ordered[1])
+                seed = np.array([next(self._seeds), salt_of(self.name), salt_of(name)], "u8")
+                ordered[1:] = _encoded(spec, used.push, ordered[1], seed)
             rows = None if push else np.empty((len(ids), spec.dim), np.float32)
             parts.append(_TableRows(name, ordered, starts, order, rows, used.pull))
         buckets = tuple(np.flatnonzero(touched).tolist())
@@ -302,29 +292,6 @@ class PsClient:
             verb = "not restored" if restore else "not saved"
             raise CheckpointError(f"the tables were {verb}: {met.words}")
         return met.step
-
-    def _encoded(self, spec: TableSpec, format: RowFormat, grads: Floats) -> list[Any]:
-        """Return the arrays that carry gradients. A push that is sent again has the same ones.
-
-        Args:
-            spec: The table.
-            format: The format of its gradients.
-            grads: The gradients, float32.
-
-        Raises:
-            ConfigError: The format does not have such a number.
-        """
-        if format is RowFormat.FP32:
-            return [grads]
-        words: Words = np.array([next(self._seeds), salt_of(self.name), salt_of(spec.name)], "u8")
-        arrays = encode_rows(grads, format, int(np.bitwise_xor.reduce(mix(words))))
-        carried = decode_rows(arrays)
-        if carried is None or not np.isfinite(carried).all():
-            raise ConfigError(
-                f"table {spec.name}: expected gradients that are numbers which {format} has, found "
-                f"values up to {np.abs(grads).max()}; use bf16 for large ones"
-            )
-        return arrays
 
     def _post(self, command: _Request | _Meeting | TableSpec) -> None:
         if self._broken is not None:
@@ -640,6 +607,56 @@ def _slices(array: Any, part: _TableRows, buckets: tuple[int, ...]) -> Any:
         return array
     chosen = [array[part.starts[one] : part.starts[one + 1]] for one in buckets]
     return np.concatenate(chosen)
+
+
+def _checked_ids(spec: TableSpec, arrays: "Sequence[Any]", *, push: bool) -> Ids:
+    """Return the ids of a request for a table.
+
+    Args:
+        spec: The table.
+        arrays: Ids, and gradients for a push.
+        push: Whether it is a push.
+
+    Raises:
+        ConfigError: An array has another type or shape.
+    """
+    ids = np.asarray(arrays[0])
+    if ids.dtype != np.int64 or ids.ndim != 1:
+        raise ConfigError(
+            f"table {spec.name}: expected ids as int64 [n], found {ids.dtype} {ids.shape}"
+        )
+    if push:
+        found = np.asarray(arrays[1])
+        if found.dtype != np.float32 or found.shape != (len(ids), spec.dim):
+            raise ConfigError(
+                f"table {spec.name}: expected gradients as float32 ({len(ids)}, {spec.dim}), "
+                f"found {found.dtype} {found.shape}"
+            )
+    return ids
+
+
+def _encoded(spec: TableSpec, format: RowFormat, grads: Floats, seed: Words) -> list[Any]:
+    """Return the arrays that carry gradients. A push that is sent again has the same ones.
+
+    Args:
+        spec: The table.
+        format: The format of its gradients.
+        grads: The gradients, float32.
+        seed: Numbers on which the random rounding depends.
+
+    Raises:
+        ConfigError: The format does not have such a number.
+    """
+    if format is RowFormat.FP32:
+        return [grads]
+    arrays = encode_rows(grads, format, int(np.bitwise_xor.reduce(mix(seed))))
+    carried = decode_rows(arrays)
+    if carried is None or not np.isfinite(carried).all():
+        raise ConfigError(
+            f"table {spec.name}: expected gradients that are numbers which {format} has, found "
+            f"values up to {np.abs(grads).max()}; use bf16 for large ones"
+        )
+    return arrays
 
 
 def _result(request: _Request) -> dict[str, Floats]:
