@@ -34,6 +34,7 @@ from dlrover_py.protocol.agents import (
     FailureKind,
     LoaderState,
     MemoryCheckpoint,
+    NodeLoad,
     Offer,
     PersistPhase,
     PersistProgress,
@@ -168,6 +169,8 @@ class SimAgent:
     auto_tune: bool = False
     wrong: list[WrongValue] = field(default_factory=list)
     """Wrong values that its workers have."""
+    load: NodeLoad | None = None
+    """What its node lacks."""
     checks: int = 0
     check: CheckResult | None = None
     fault: str = ""
@@ -221,6 +224,7 @@ class SimAgent:
             loader=self.loader,
             auto_tune=self.auto_tune,
             wrong=self.wrong,
+            load=self.load,
             checks=self.checks,
             check=self.check,
             memory=self.memory,

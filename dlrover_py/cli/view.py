@@ -383,7 +383,11 @@ def description(job_view: JobView, width: int | None = None) -> list[RenderableT
     if failure is not None:
         where = f"{failure.node}, round {failure.round}, rank {failure.worker.rank}"
         line = f"last failure at {clock(failure.at)}: {where}: {failure.worker.message}"
-        parts += [Text(""), text(line, 2), _text(failure.worker.traceback)]
+        parts += [Text(""), text(line, 2)]
+        if (cause := failure.worker.cause) is not None:
+            known = f"{cause.failure_class} ({cause.confidence}): {cause.evidence}"
+            parts += [text(f"cause      {known}", 11), text(f"what to do {cause.advice}", 11)]
+        parts.append(_text(failure.worker.traceback))
     parts.append(Text(""))
     parts += [text(event_line(event), 9) for event in job_view.events[-LAST_EVENTS:]]
     return parts
@@ -428,6 +432,8 @@ def closing_lines(status: JobStatus, last_line: str = "") -> list[str]:
     lines = [f"{status.name} {status.phase.value.lower()} after {took}{at}: {status.reason}"]
     if status.phase is JobPhase.FAILED and status.last_failure is not None:
         lines += status.last_failure.worker.traceback.splitlines()
+        if status.last_failure.worker.cause is not None:
+            lines.append(status.last_failure.worker.cause.line)
     # A success without a stored result must not look like a complete success.
     lines += [
         problem_line(c)

@@ -31,6 +31,7 @@ from dlrover_py.protocol.agents import (
     AgentReport,
     Assignment,
     ErrorReply,
+    FailureClass,
     JobName,
     ReplicaLocations,
     RestoreCandidates,
@@ -444,6 +445,12 @@ def job_metrics(status: JobStatus) -> Iterator[Metric]:
     yield _count("dlrover_checkpoints_stored", help_text, status.checkpoints_stored)
     help_text = "Attempts to write a checkpoint to storage that failed."
     yield _count("dlrover_checkpoint_failures", help_text, status.checkpoint_failures)
+    failures = CounterMetricFamily(
+        "dlrover_failures", "Failures of workers and losses of nodes, by class.", labels=["class"]
+    )
+    for failure_class in FailureClass:
+        failures.add_metric([failure_class], status.failures.get(failure_class, 0))
+    yield failures
     rounds = CounterMetricFamily(
         "dlrover_new_rounds", "Rounds after the first, by cause.", labels=["cause"]
     )

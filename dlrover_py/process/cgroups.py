@@ -142,6 +142,25 @@ def oom_kills(root: Path = ROOT, own_groups: Path = OWN_GROUPS) -> OomKills:
     return OomKills(count, limit, peak)
 
 
+def cpu_periods(root: Path = ROOT, own_groups: Path = OWN_GROUPS) -> tuple[int, int]:
+    """Return the periods of the CPU limit so far, and those in which it has stopped a process.
+
+    Of the group and its ancestors, the one that was stopped most counts. Both numbers are 0 without
+    a limit, in version 1, or if the kernel's files cannot be read.
+
+    Args:
+        root: Folder in which control groups are mounted.
+        own_groups: File that lists the control groups of this process.
+    """
+    found = (0, 0)
+    for group, names in _groups(root, own_groups):
+        if names is _VERSIONS[""]:
+            periods = _entry(group / "cpu.stat", "nr_periods") or 0
+            stopped = _entry(group / "cpu.stat", "nr_throttled") or 0
+            found = max(found, (periods, stopped), key=lambda one: one[1])
+    return found
+
+
 def _groups(root: Path, own_groups: Path) -> Iterator[tuple[Path, _Names]]:
     """Yield this process's group and its ancestors, from the outermost to its own.
 

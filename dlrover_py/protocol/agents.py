@@ -112,6 +112,48 @@ class StatusMessage(Wire):
     model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, loc_by_alias=False)
 
 
+class FailureClass(StrEnum):
+    """What has made a worker fail, as far as its death shows it."""
+
+    HOST_MEMORY = "host_out_of_memory"  # memory, shared memory or the limit of its container
+    DEVICE_MEMORY = "device_out_of_memory"  # memory of its GPU or other accelerator
+    CODE = "code_error"  # the script, its settings or its environment
+    COMMUNICATION = "communication"  # NCCL, gloo or the store of the process group
+    STORAGE = "storage"  # a file system, a disk, a bucket, or a damaged file
+    HARDWARE = "hardware"  # a device, its memory or its links
+    KILLED = "killed"  # SIGKILL that neither the agent nor a memory limit has caused
+    PREEMPTED = "preempted"  # a request to end that the agent has not sent
+    HANG = "hang"  # it stood still, and the master has ended the round
+    WRONG_VALUES = "wrong_values"  # it computed wrong values, and the master has ended the round
+    UNKNOWN = "unknown"
+
+
+class Confidence(StrEnum):
+    """How far the evidence of a :class:`FailureCause` goes."""
+
+    SURE = "sure"  # the text or the kernel names it
+    LIKELY = "likely"  # it is the usual reason for such a death
+    GUESS = "guess"  # nothing speaks against it
+
+
+class FailureCause(StatusMessage):
+    """What has made a worker fail, why this is believed, and what to do about it."""
+
+    failure_class: FailureClass
+    """The class of the failure."""
+    confidence: Confidence
+    """How far the evidence goes."""
+    evidence: Words
+    """The words or facts that led to the class."""
+    advice: Words
+    """What to do."""
+
+    @property
+    def line(self) -> str:
+        """The cause in one line, such as ``storage (sure): Free space on the disk.``."""
+        return f"{self.failure_class} ({self.confidence}): {self.advice}"
+
+
 class WorkerFailure(StatusMessage):
     """The death of a worker, as its agent saw it."""
 
@@ -140,6 +182,19 @@ class WorkerFailure(StatusMessage):
     out_of_memory: Line = ""
     """What the kernel's out-of-memory killer did, with limit and peak; empty if it did not kill the
     worker."""
+    cause: FailureCause | None = None
+    """What has made it fail; absent if the master has ended it by a verdict of its own."""
+
+    @property
+    def failure_class(self) -> FailureClass:
+        """The class of the failure."""
+        if self.cause is not None:
+            return self.cause.failure_class
+        verdicts = {
+            FailureKind.HANG: FailureClass.HANG,
+            FailureKind.WRONG: FailureClass.WRONG_VALUES,
+        }
+        return verdicts.get(self.kind, FailureClass.UNKNOWN)
 
 
 class Offer(Wire):
@@ -178,7 +233,8 @@ class Progress(StatusMessage):
     """Numbers that the script reported, by name."""
     spent: Spent = Field(default_factory=dict)
     """Seconds that workers have spent in this round, of each the greatest: ``data`` waiting for
-    data, ``save`` and ``load`` for checkpoints."""
+    data, ``save`` and ``load`` for checkpoints, ``gc`` in Python's garbage collector, ``cpu`` of
+    their CPUs. ``run`` is the time from the first reported step to the newest one."""
 
 
 class WrongKind(StrEnum):
@@ -389,6 +445,19 @@ class LoaderState(Wire):
         )
 
 
+class NodeLoad(Wire):
+    """How far the processes of a node lack CPU, memory and storage. Each number is from 0 to 1."""
+
+    throttled: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the periods in which the CPU limit of the container has stopped it (cgroup v2)."""
+    cpu: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the time in which some process waited for a CPU (pressure stall information)."""
+    io: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """The same for storage."""
+    memory: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """The same for memory."""
+
+
 class AgentReport(Wire):
     """The complete state of a node. Each report has all of it."""
 
@@ -472,6 +541,9 @@ class AgentReport(Wire):
     their leases. Empty in a job without dynamic shards."""
     idle_s: Annotated[float, Field(ge=0)] = 0.0
     """Seconds for which the workers of round ``follows`` have used no CPU time worth mentioning."""
+    load: NodeLoad | None = None
+    """What the node lacks, over about ten seconds. It changes only if a number has changed by much.
+    None if it is not known."""
     auto_tune: bool = False
     """True if ``--auto-tunning`` was given; the job's spec takes precedence."""
     loader: LoaderState | None = None

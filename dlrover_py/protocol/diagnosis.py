@@ -150,6 +150,16 @@ class Cause(StrEnum):
     UNKNOWN = "unknown"
 
 
+class SlowKind(StrEnum):
+    """Why a job is slow."""
+
+    DATA = "data"  # a node waits for its data loader
+    CODE = "code"  # the garbage collector, or all nodes compute longer
+    NEIGHBOUR = "neighbour"  # others take the CPU, or the limit of the container is reached
+    MACHINE = "machine"  # one node alone computes longer
+    UNKNOWN = "unknown"  # nothing that is measured has grown
+
+
 class HangVerdict(StatusMessage):
     """The result of a snapshot: why the job stands still."""
 

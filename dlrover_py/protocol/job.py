@@ -510,6 +510,9 @@ class DiagnosisSpec(_Strict):
     ``restartCount``. ``stop``: the job fails."""
     spike: Literal["off", "tell", "rollback", "stop"] = "tell"
     """The same for a loss or a gradient norm that leaps up and stays there."""
+    slow: Literal["off", "tell"] = "tell"
+    """``tell``: it is reported if steps take longer than usual, or one node waits for data longer
+    than the others. ``off``: nothing is reported."""
     silent_seconds: Annotated[int, Field(ge=1, le=86_400)] | None = None
     """For scripts that report no steps: seconds without CPU time of any worker after which a hang
     is suspected. If absent, no hang is suspected there."""

@@ -153,6 +153,14 @@ class ConditionType(StrEnum):
 
     What to do: See [diagnosis](../diagnosis.md#wrong-values).
     """
+    SLOW = "Slow"
+    """Steps take longer than usual, or one node waits for data longer than the others. The message
+    names the node and the cause. The condition is not shown before the first time.
+
+    When False: Steps take the usual time again, or the round is over.
+
+    What to do: See [diagnosis](../diagnosis.md#slow-steps).
+    """
     TUNING_REFUSED = "TuningRefused"
     """The wanted settings of data loaders cannot be used, and training goes on as before. The
     message says why.
@@ -373,6 +381,8 @@ class ConditionReason(StrEnum):
     """``Hanging``: The job stands still."""
     WRONG_VALUES = "WrongValues"
     """``WrongValues``: The training computes wrong values."""
+    SLOW = "Slow"
+    """``Slow``: Steps take longer than usual."""
     TUNING_REFUSED = "TuningRefused"
     """``TuningRefused``: Settings of data loaders cannot be used."""
 
@@ -490,6 +500,11 @@ class EventReason(StrEnum):
     [verdict](../diagnosis.md#verdicts): the rank that the others wait for, and what it does."""
     HANG_OVER = "HangOver"
     """Training has gone on after a hang."""
+    SLOW = "Slow"
+    """Warning: Steps take longer than usual, or one node waits for data longer than the others. The
+    message names the node and the cause. See [diagnosis](../diagnosis.md#slow-steps)."""
+    SLOW_OVER = "SlowOver"
+    """Steps take the usual time again, or the round is over."""
     NOT_FINITE = "NotFinite"
     """Warning: A loss or a gradient norm is NaN or infinite. The message names the rank and the
     step. See [diagnosis](../diagnosis.md#wrong-values)."""

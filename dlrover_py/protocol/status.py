@@ -469,6 +469,8 @@ class JobStatus(_StatusModel):
     """Progress of the script, as it reports it by ``report_step``."""
     restarts: dict[str, int] = Field(default_factory=dict)
     """Number of new rounds by cause: failure, loss, drain, scale, join."""
+    failures: dict[str, int] = Field(default_factory=dict)
+    """Number of failures by class: workers whose failure was a first cause, and lost nodes."""
     goodput: GoodputStatus | None = None
     """Where the time of the job went."""
     last_failure: Failure | None = None

@@ -20,6 +20,7 @@ at most one extra datagram. The messages are defined in :mod:`dlrover_py.protoco
 
 import atexit
 import errno
+import gc
 import os
 import socket
 import time
@@ -118,6 +119,8 @@ class Session:
         self._total: int | None = None
         self._metrics: dict[str, float] = {}
         self._spent: dict[str, float] = {}
+        self._first_step_at: float | None = None
+        self._garbage_since = clock()
         self._good: int | None = None
         """The newest step whose watched metrics were all finite."""
         self._not_finite: WrongFields | None = None
@@ -165,12 +168,26 @@ class Session:
         if not self._may_send():
             return
         first = self._watch(step, numbers) or self._step is None
+        now = self._clock()
+        if self._first_step_at is None:
+            self._first_step_at = now
+            self._spent["gc"] = 0.0  # a later new key could come while the dict is encoded
+            gc.callbacks.append(self._on_garbage)
+        self._spent["run"] = now - self._first_step_at
+        self._spent["cpu"] = time.process_time()
         self._step, self._total = step, total
         if finite or not self._unsent:
             self._metrics = finite  # keep unsent metrics that only every tenth step reports
         self._unsent = True
-        if first or self._clock() >= self._due_at:
+        if first or now >= self._due_at:
             self._send()
+
+    def _on_garbage(self, phase: str, _: Mapping[str, int]) -> None:
+        """Measure the time of Python's garbage collector, which calls this before and after."""
+        if phase == "start":
+            self._garbage_since = self._clock()
+        else:
+            self.spend("gc", self._clock() - self._garbage_since)
 
     def _watch(self, step: int, numbers: Mapping[str, float]) -> bool:
         """Note whether the watched metrics are finite; return whether there is news to send."""
@@ -308,6 +325,8 @@ class Session:
         """
         if self._unsent and self._may_send():
             self._send(wait_s=wait_s)
+        if self._on_garbage in gc.callbacks:
+            gc.callbacks.remove(self._on_garbage)
         self._close_socket()  # a forked child closes only its copy
 
     def _may_send(self) -> bool:

@@ -10,11 +10,13 @@ from dlrover_operator import credentials
 from dlrover_py.master.app import certificate_end
 from dlrover_py.master.core.events import Kind
 from dlrover_py.master.server import job_metrics
+from dlrover_py.protocol.agents import FailureClass
 from dlrover_py.protocol.reasons import ConditionType
 from dlrover_py.protocol.status import GoodputStatus, JobPhase, JobStatus, TimeBucket
 from tests.unit.test_view import hostile, status
 
-LABELS = {
+LABELS: dict[str, set[str]] = {
+    "class": set(FailureClass),
     "phase": set(JobPhase),
     "cause": set(get_args(Kind)),
     "condition": set(ConditionType),

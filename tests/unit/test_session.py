@@ -1,5 +1,6 @@
 """The SDK against a real unix socket that plays the agent."""
 
+import gc
 import json
 import shutil
 import socket
@@ -131,7 +132,9 @@ def test_malformed_environment_is_refused(environ: dict[str, str], words: str) -
 
 def test_first_step_goes_out_at_once(agent: Agent, worker: Session) -> None:
     worker.report_step(41, 300, {"loss": 2.5})
-    assert agent.news() == WorkerProgress(
+    told = agent.news()
+    assert told.spent.keys() == {"run", "gc", "cpu"}
+    assert told.model_copy(update={"spent": {}}) == WorkerProgress(
         round=3, local_rank=1, step=41, total=300, metrics={"loss": 2.5}, polls=False
     )
 
@@ -413,7 +416,8 @@ def test_question_is_announced_once_and_at_once(agent: Agent, worker: Session) -
     assert not worker.should_stop()
     assert agent.waiting() == []
     worker.report_step(1, None, {})  # the first step does not wait for the interval
-    assert agent.news() == WorkerProgress(round=3, local_rank=1, step=1, polls=True)
+    told = agent.news().model_copy(update={"spent": {}})
+    assert told == WorkerProgress(round=3, local_rank=1, step=1, polls=True)
 
 
 def test_order_to_stop_is_seen_and_stays(agent: Agent, worker: Session) -> None:
@@ -465,3 +469,21 @@ def test_only_the_agent_can_order(agent: Agent, worker: Session) -> None:
     ):
         stranger.sendto(b'{"stop":"because I say so"}', agent.sender)
     assert not worker.should_stop()
+
+
+def test_a_step_has_its_time_and_what_garbage_and_cpus_have_cost(
+    worker: Session, agent: Agent, clock: Clock
+) -> None:
+    before = list(gc.callbacks)
+    worker.report_step(7, None, {})
+    assert agent.news().spent["run"] == 0.0
+    clock.now += 2.5
+    gc.collect()
+    worker.spend("data", 0.25)
+    worker.report_step(9, None, {})
+    spent = agent.news().spent
+    assert (spent["run"], spent["data"]) == (2.5, 0.25)
+    assert spent["cpu"] > 0
+    assert spent["gc"] == 0.0, "by the clock of this test"
+    worker.close()
+    assert gc.callbacks == before

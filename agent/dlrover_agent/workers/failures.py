@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from dlrover_agent.workers.failure_classes import DeathFacts, classify
 from dlrover_py.protocol import json_text
 from dlrover_py.protocol.agents import FailureKind, WorkerFailure
 
@@ -41,6 +42,16 @@ _RAISED = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<text>.*))?$", re.DOTAL
 _VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+")
 _RANK = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
 _TRACEBACK_HEAD = "Traceback (most recent call last):"
+_CHAINED = re.compile(
+    r"^(?:The above exception was the direct cause of the following exception"
+    r"|During handling of the above exception, another exception occurred):$",
+    re.MULTILINE,
+)
+"""The line that Python prints between the tracebacks of two exceptions, the earlier one first."""
+_FOLLOWING = 7
+"""Number of lines after the exception of a process group that belong to its text."""
+_MAX_CHAIN = 8
+"""Number of exceptions that led to the last one which are looked at, the latest ones."""
 _MAX_COLUMNS = 60
 _MAX_TEXT = 4096
 """Characters of an exception's text that are used for the message and the fingerprint."""
@@ -78,6 +89,9 @@ def summary(name: str, deaths: Sequence[WorkerDeath], host: str) -> str:
     """
     lost = any(death.failure.kind is not FailureKind.PEER for death in deaths)
     entries = [_entry(i, death, host, lost) for i, death in enumerate(deaths)]
+    if (cause := deaths[0].failure.cause) is not None:
+        known = f"{cause.failure_class} ({cause.confidence}): {cause.evidence}"
+        entries[0] += f"\n  {'cause':<10}: {known}\n  {'what to do':<10}: {cause.advice}"
     title = f"{name} FAILED"
     width = max(len(line) for text in (title, *entries) for line in text.split("\n"))
     width = min(width, _MAX_COLUMNS)
@@ -194,8 +208,10 @@ def describe(
     stderr = final_stderr if killed else stderr_tail
     if out_of_memory and exit_code == -signal.SIGKILL:
         stderr = ""  # the OOM kill is the first cause, unless the error file has one
-    trace = _from_error_file(error_file) or _traceback_in(stderr)
+    from_file = _from_error_file(error_file)
+    trace = from_file or _traceback_in(stderr)
     kind, message, fingerprint = FailureKind.EXIT, f"exited with code {exit_code}", ""
+    last_words, raised_text = stderr, ""
     if trace:
         raised = _RAISED.match(_split(trace)[1])
         error_type = raised["type"] if raised else "Exception"
@@ -210,6 +226,11 @@ def describe(
             else f"raised {error_type[:_MAX_TEXT]}"
         )
         fingerprint = f"{error_type}|{_VARYING.sub('#', text)[:200]}|{where}"
+        raised_text = f"{error_type[:_MAX_TEXT]}: {text}"
+        if not from_file and error_type.startswith("torch.distributed."):
+            # NCCL gives its reason in the lines that follow.
+            follows = _plain(stderr).rpartition(trace)[2].splitlines()[:_FOLLOWING]
+            raised_text += "\n".join(follows)[:_MAX_TEXT]
     elif killed:
         kind, message = FailureKind.SIGNAL, killed
         if exit_code == -signal.SIGABRT and _PEER.search(stderr_tail):
@@ -219,6 +240,7 @@ def describe(
         kind = FailureKind.EXCEPTION
         message_line = stderr_tail.rstrip().rpartition("\n")[2][:_MAX_TEXT]
         message = f"refused its command line: {message_line}"
+        last_words = message_line
         fingerprint = f"usage|{_VARYING.sub('#', message_line)[:200]}"
     message = " ".join(message.split())
     if trace and killed:
@@ -240,6 +262,16 @@ def describe(
         ran_s=ran_s,
         forked=forked,
         out_of_memory=out_of_memory,
+        cause=classify(
+            DeathFacts(
+                kind=kind,
+                exit_code=exit_code,
+                raised=raised_text,
+                earlier=_earlier(from_file or _plain(stderr)) if trace else (),
+                out_of_memory=out_of_memory,
+                last_words=_plain(last_words if kind is not FailureKind.PEER else stderr_tail),
+            )
+        ),
     )
 
 
@@ -283,6 +315,14 @@ def _traceback_in(text: str) -> str:
         if line and not line[0].isspace():  # "SomeError: text" ends it
             break
     return "\n".join(kept)
+
+
+def _earlier(text: str) -> list[str]:
+    """Return the exceptions that led to the last one of a text, the oldest first."""
+    blocks = _CHAINED.split(text)
+    if blocks[-1].count(_TRACEBACK_HEAD) != 1:
+        return []  # the last traceback is of another exception than this chain
+    return [_split(block)[1][:_MAX_TEXT] for block in blocks[-1 - _MAX_CHAIN : -1]]
 
 
 def _line_before(text: str, offset: int) -> str:

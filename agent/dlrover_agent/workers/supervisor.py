@@ -30,6 +30,7 @@ from dlrover_agent.settings import Command
 from dlrover_agent.warm.pool import ForkedProcess, ForkRequest, WarmPool, WorkerProgram
 from dlrover_agent.warm.tcpstore import TCPStores
 from dlrover_agent.workers.deaths import DeathRecords
+from dlrover_agent.workers.failure_classes import DeathFacts, classify
 from dlrover_agent.workers.failures import WorkerDeath
 from dlrover_agent.workers.logs import Logs
 from dlrover_agent.workers.worker import PreparedWorker, Worker, WorkerFactory, per_rank
@@ -729,14 +730,16 @@ def _start_failure(local_rank: int, rank: int, what: str, error: BaseException) 
     elif isinstance(error, OSError):
         number, why = error.errno, error.strerror or why
     what = what if len(what) <= 400 else f"…{what[-400:]}"  # the end of a path is the useful part
+    message = f"could not be started: {what}: {why}"
     return WorkerFailure(
         kind=FailureKind.START,
         local_rank=local_rank,
         rank=rank,
         pid=0,
         exit_code=127,
-        message=f"could not be started: {what}: {why}",
+        message=message,
         fingerprint=f"start|{number}|{what}",
+        cause=classify(DeathFacts(FailureKind.START, 127, last_words=message)),
     )
 
 

@@ -10,6 +10,7 @@ from dlrover_py.master.core.history import CoreContext
 from dlrover_py.master.core.nodes import Node, Readiness
 from dlrover_py.master.core.transitions import Transitions
 from dlrover_py.master.core.tuning import Tuning
+from dlrover_py.protocol.agents import FailureClass
 from dlrover_py.protocol.commands import ELASTIC_RUN
 from dlrover_py.protocol.errors import ExitCode
 from dlrover_py.protocol.names import NodeId, id_key
@@ -20,6 +21,8 @@ GONE_KEPT = 64
 """Number of gone nodes that are kept when the oldest are dropped."""
 LATE_REASON_S = 60.0
 """Seconds after the loss of a node in which its platform may still report the reason."""
+KILLED_EXIT = 137
+"""Exit code of a container whose program was killed: 128 and the number of SIGKILL."""
 NEVER_JOINED = (
     "the command ended with code 0 and never joined the job: start the script with elastic-run"
 )
@@ -169,7 +172,13 @@ class Departures:
             return
         why += f" ({smaller})" if smaller else ""
         free = ended.free or bool(smaller)
-        self.node_lost(node, why, free=free, exited_ok=ended.exit_code == ExitCode.OK)
+        self.node_lost(
+            node,
+            why,
+            free=free,
+            exited_ok=ended.exit_code == ExitCode.OK,
+            failure_class=_class_of(ended),
+        )
         self._lost.pop(node.id, None)  # its platform has given the reason
         if node.announced_by_agent and ended.exit_code and not (ended.free or ended.by_platform):
             self._count_unordered_stop(node, ended)
@@ -178,7 +187,15 @@ class Departures:
                 JobPhase.FAILED, EventReason.INVALID_COMMAND, f"{node.id}: {why}"
             )
 
-    def node_lost(self, node: Node, why: str, *, free: bool, exited_ok: bool = False) -> None:
+    def node_lost(
+        self,
+        node: Node,
+        why: str,
+        *,
+        free: bool,
+        exited_ok: bool = False,
+        failure_class: FailureClass = FailureClass.UNKNOWN,
+    ) -> None:
         """Give up a node that is gone, and drop its checks and its checkpoints in memory.
 
         If the job has ended, nothing more follows. If the node was leaving, or the job is
@@ -194,6 +211,7 @@ class Departures:
             why: The reason, in words.
             free: Whether its loss counts against no budget; the event is then no warning.
             exited_ok: Whether its agent exited with code 0.
+            failure_class: What has ended it, for the count of failures.
         """
         self.live.nodes.give_up(node)
         self.live.lost_now.add(node.id)
@@ -215,6 +233,7 @@ class Departures:
                 if not exited_ok:
                     self._transitions.shorten_grace(node)
             return
+        self.state.count_failure(failure_class)
         self.live.last_loss = f"node {node.id} was lost: {why}"
         event = self.log.record(
             EventReason.NODE_LOST, self.live.last_loss, node=node.id, warning=not free
@@ -346,3 +365,14 @@ class Departures:
             )
         self.state.out_of_memory = f"{node.id}: {description}"
         return self._tuning.back_off(node.id)
+
+
+def _class_of(ended: NodeEnded) -> FailureClass:
+    """Return what has ended a node."""
+    if ended.out_of_memory:
+        return FailureClass.HOST_MEMORY
+    if ended.by_platform:
+        return FailureClass.PREEMPTED
+    if ended.exit_code == KILLED_EXIT:
+        return FailureClass.KILLED
+    return FailureClass.UNKNOWN

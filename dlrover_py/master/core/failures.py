@@ -17,6 +17,7 @@ from dlrover_py.master.core.policy import (
     in_words,
     manner,
     ran_out_of_memory,
+    with_cause,
 )
 from dlrover_py.master.core.state import NON_DISRUPTIVE
 from dlrover_py.master.core.transitions import Transitions
@@ -181,12 +182,13 @@ class Failures:
         self.state.last_failure = Failure(
             at=self.live.wall, node=node.id, round=self.state.round, worker=failure
         )
+        self.state.count_failure(failure.failure_class)
         message = f"{node.id}: {in_words(failure)}"
         if failure.out_of_memory:
             self.state.out_of_memory = message
         event = self.log.record(
             EventReason.WORKER_FAILED,
-            message,
+            with_cause(message, failure),
             node=node.id,
             warning=True,
             cause=None if self.state.pending_round is None else self.state.pending_round.cause,

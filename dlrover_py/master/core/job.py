@@ -14,6 +14,7 @@ from dlrover_py.master.core.autoscaler import Autoscaler
 from dlrover_py.master.core.capacity import Capacity
 from dlrover_py.master.core.checkpointing import Checkpointing
 from dlrover_py.master.core.departures import Departures
+from dlrover_py.master.core.diagnosis.slow import SlowJob
 from dlrover_py.master.core.diagnosis.watch import Diagnosis
 from dlrover_py.master.core.diagnosis.wrong import WrongValues
 from dlrover_py.master.core.events import (
@@ -98,7 +99,7 @@ class Job:
         self._rounds = Rounds(context, transitions, assignments, checkpointing, admission, scaler)
         self._spec_changes = SpecChanges(context, transitions, capacity, departures, checkpointing)
         self._diagnosis, self._goodput = Diagnosis(context, assignments, failures), Goodput(context)
-        self._wrong = WrongValues(context, failures, transitions)
+        self._wrong, self._slow = WrongValues(context, failures, transitions), SlowJob(context)
         training = TrainingReports(context, transitions, failures, self._goodput, tuning)
         self._reports = Reports(context, assignments, admission, departures, failures, training)
         self._status = StatusReport(context, self._goodput)
@@ -203,6 +204,7 @@ class Job:
         self._spec_changes.suspend_or_resume()
         self._diagnosis.decide()
         self._wrong.decide()
+        self._slow.decide()
         self._failures.resolve_suspected_failure()
         self._failures.reset_budgets()
         self._tuning.decide()
@@ -247,6 +249,7 @@ class Job:
                 self._sharding.take_report(node_id, report)
                 self._diagnosis.take_report(node_id, report)
                 self._wrong.take_report(node_id, report)
+                self._slow.take_report(node_id, report)
             case SnapshotArrived():
                 self._diagnosis.take_snapshot(event)
             case EvidenceKept(number, folder):

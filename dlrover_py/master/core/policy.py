@@ -172,6 +172,19 @@ def relaunch_delay(relaunches: int, failed_before_report: int = 0) -> float:
     return 0.0 if tries <= 1 else min(60.0, 2.0 ** min(tries - 2, 6))  # 2**1024 is not a float
 
 
+MOST_CHARS = 680
+"""Characters of a failure's description that leave space for its cause in a Kubernetes event."""
+
+
+def with_cause(message: str, failure: WorkerFailure) -> str:
+    """Return the description of a failure, followed by its class and by what to do."""
+    if failure.cause is None:
+        return message
+    if len(message) > MOST_CHARS:
+        message = message[: MOST_CHARS - 1] + "…"
+    return f"{message}. {failure.cause.line}"
+
+
 def in_words(failure: WorkerFailure) -> str:
     """Describe a worker's death in one line."""
     worker = f"worker {failure.local_rank} (rank {failure.rank})"

@@ -30,7 +30,14 @@ from dlrover_py.master.core.rendezvous import RoundMembers, Size
 from dlrover_py.master.core.scaling import ScalingRecord
 from dlrover_py.master.core.time_account import TimeAccount
 from dlrover_py.protocol import json_text
-from dlrover_py.protocol.agents import COUNT, Count, LoaderSettings, Progress, WorkerFailure
+from dlrover_py.protocol.agents import (
+    COUNT,
+    Count,
+    FailureClass,
+    LoaderSettings,
+    Progress,
+    WorkerFailure,
+)
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import NodeId, Round, Term
@@ -180,6 +187,8 @@ class DurableState:
     """Number of places that are not filled again, because their budget is used up."""
     restarts: dict[str, Count] = Field(default_factory=dict)
     """Number of rounds after the first, by kind."""
+    failures: dict[str, Count] = Field(default_factory=dict)
+    """Number of failures of workers that were a first cause, and of lost nodes, by class."""
     suspect_warm_starts: Count = 0
     """Number of early deaths of forked workers that were attributed to the fork."""
     warm_start_disabled: bool = False
@@ -227,6 +236,11 @@ class DurableState:
             if name not in WRITTEN_LATER and getattr(self, name) is not value:
                 self.changed()
             object.__setattr__(self, name, value)
+
+    def count_failure(self, failure_class: FailureClass) -> None:
+        """Count a failure of this class."""
+        self.failures[failure_class] = self.failures.get(failure_class, 0) + 1
+        self.changed()
 
     def changed(self) -> None:
         """Note a change: the state is written before the effects of this step are carried out."""
@@ -402,6 +416,8 @@ class TransientState:
     """Why the job stands still; empty if it does not any more, None if it never did."""
     wrong: str | None = None
     """Which values are wrong; empty if none are any more, None if none ever were."""
+    slow: str | None = None
+    """Why steps are slow; empty if they are not any more, None if they never were."""
     checkpoint_policy: str = ""
     """The checkpoint policy for agents, as JSON; empty if there is none."""
 

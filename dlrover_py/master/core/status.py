@@ -83,6 +83,7 @@ class StatusReport:
             updated=self._updated(),
             progress=self.live.progress[1] if self.live.progress is not None else None,
             restarts=self.state.restarts,
+            failures=self.state.failures,
             goodput=self._goodput.status(now),
             last_failure=self.state.last_failure,
             last_checkpoint=self._last_checkpoint(wall),
@@ -216,6 +217,11 @@ class StatusReport:
             why = ConditionReason.WRONG_VALUES if wrong else ConditionReason.RESOLVED
             text = wrong or "the values are right again"
             self._set(ConditionType.WRONG_VALUES, bool(wrong), why, text, wall)
+        if self.live.slow is not None:
+            slow = self.live.slow if not self.state.phase.ended else ""
+            why = ConditionReason.SLOW if slow else ConditionReason.RESOLVED
+            text = slow or "steps take the usual time"
+            self._set(ConditionType.SLOW, bool(slow), why, text, wall)
         desired, running = self.live.desired, self.state.phase is JobPhase.RUNNING
         if self.state.phase.ended:  # the number of nodes has no meaning for the job any more
             self._set(ConditionType.PODS_READY, False, ConditionReason.JOB_ENDED, ENDED, wall)
@@ -311,6 +317,8 @@ class StatusReport:
         """Set the condition that says how the job has ended."""
         state, message = self.state, self.state.reason
         failure = state.last_failure
+        if state.phase is JobPhase.FAILED and failure is not None and failure.worker.cause:
+            message = f"{message}\n{failure.worker.cause.line}"
         if state.phase is JobPhase.FAILED and failure is not None and failure.worker.traceback:
             message = f"{message}\n{failure.worker.traceback}"
         wall = state.ended_at or self.live.wall

@@ -1,0 +1,156 @@
+"""Tells that a job has become slow, and why. It gathers what nodes report, and changes nothing."""
+
+from dlrover_py.master.core.diagnosis.slowness import (
+    Parts,
+    Slowness,
+    SlowWatch,
+    Window,
+    in_words,
+)
+from dlrover_py.master.core.history import CoreContext
+from dlrover_py.master.core.state import NON_DISRUPTIVE
+from dlrover_py.protocol.agents import AgentReport, Progress
+from dlrover_py.protocol.names import NodeId
+from dlrover_py.protocol.reasons import EventReason
+from dlrover_py.protocol.status import JobPhase
+
+WINDOW_S = 10.0
+"""Least seconds of a window on each node."""
+WINDOW_STEPS = 5
+"""Least steps of a window on each node."""
+WARM_UP = 2
+"""First windows of a round that are left out: compilers and caches warm up."""
+OVER = 3
+"""Windows in a row that are not slow after which the job counts as fast again."""
+
+
+class SlowJob:
+    """The detector of slow steps of one job."""
+
+    def __init__(self, context: CoreContext) -> None:
+        self.state, self.live, self.log = context.state, context.live, context.log
+        self._round = self.state.round
+        self._watch = SlowWatch()
+        self._windows = self._fast = 0
+        self._begun: dict[NodeId, Progress] = {}
+        """Progress of each member at the begin of the window."""
+        self._newest: dict[NodeId, AgentReport] = {}
+        """Newest report of each member that has progress."""
+        self._complete: set[NodeId] = set()
+        """Members whose part of the window is complete."""
+        self._told: Slowness | None = None
+        """Why the job is slow, as it was told; None if it is not."""
+        self._event = 0
+        """Id of the event that told it."""
+
+    def take_report(self, node_id: NodeId, report: AgentReport) -> None:
+        """Take in the progress of a member of the round, and what its node lacks."""
+        node = self.live.nodes.get(node_id)
+        if node is None or node.report is not report or report.follows != self.state.round:
+            return
+        if not self.state.trains(node_id, node.incarnation) or report.progress is None:
+            return
+        if self._round != self.state.round:
+            self._begin_round()
+        if "run" not in report.progress.spent:
+            return  # the script's SDK does not measure it
+        begun = self._begun.setdefault(node_id, report.progress)
+        if _run(report.progress) < _run(begun):  # a worker was started again in this round
+            begun = self._begun[node_id] = report.progress
+            self._complete.discard(node_id)
+        self._newest[node_id] = report
+        if _run(report.progress) - _run(begun) >= WINDOW_S and (
+            report.progress.step - begun.step >= WINDOW_STEPS
+        ):
+            self._complete.add(node_id)
+
+    def decide(self) -> None:
+        """Judge each complete window, and tell what is new."""
+        state, pending = self.state, self.state.pending_round
+        ends = pending is not None and pending.kind not in NON_DISRUPTIVE
+        off = self.live.spec.spec.diagnosis.slow == "off"
+        if state.world is None or state.phase is not JobPhase.RUNNING or ends or off:
+            self._end("the round is over")
+            return
+        if self._round != state.round:
+            self._begin_round()
+        if len(self._complete) < len(state.world.members):
+            return
+        window = self._window()
+        self._begun = {name: _progress(report) for name, report in self._newest.items()}
+        self._complete.clear()
+        self._windows += 1
+        if self._windows <= WARM_UP:
+            return
+        self._watch.saw(window)
+        self._tell(self._watch.slow)
+
+    def _begin_round(self) -> None:
+        """Learn anew, because a step of another round may take another time."""
+        self._round = self.state.round
+        self._watch = SlowWatch()
+        self._windows = self._fast = 0
+        for known in (self._begun, self._newest, self._complete):
+            known.clear()
+
+    def _window(self) -> Window:
+        """Return the window that is complete on all members."""
+        nodes, times = {}, []
+        for name, report in self._newest.items():
+            begun, now = self._begun[name], _progress(report)
+
+            def each(part: str, old: Progress = begun, new: Progress = now) -> float:
+                spent = new.spent.get(part, 0.0) - old.spent.get(part, 0.0)
+                return max(0.0, spent) / (new.step - old.step)
+
+            times.append(max(1e-6, each("run") - each("save") - each("load")))
+            load = report.load
+            nodes[str(name)] = Parts(
+                data=each("data"),
+                gc=each("gc"),
+                cpu=each("cpu"),
+                throttled=load.throttled if load is not None else 0.0,
+                pressure=load.cpu if load is not None else 0.0,
+            )
+        return Window(
+            step=min(progress.step for progress in self._begun.values()),
+            step_s=sorted(times)[len(times) // 2],
+            nodes=nodes,
+        )
+
+    def _tell(self, slow: Slowness | None) -> None:
+        """Record that the job is slow, for another reason than before, or is not any more."""
+        told = self._told
+        if slow is None:
+            self._fast += 1
+            if self._fast >= OVER:
+                self._end("steps take the usual time again")
+            return
+        self._fast = 0
+        self.live.slow = in_words(slow)
+        if told is None or (told.kind, told.node) != (slow.kind, slow.node):
+            self._event = self.log.record(
+                EventReason.SLOW,
+                self.live.slow,
+                node=slow.node or None,
+                cause=self._event if told is not None else None,
+                warning=True,
+            )
+            self._told = slow
+
+    def _end(self, why: str) -> None:
+        """Record that the job is not slow any more; do nothing if it was not."""
+        if self._told is None:
+            return
+        self._told, self.live.slow = None, ""
+        self.log.record(EventReason.SLOW_OVER, why, cause=self._event)
+
+
+def _progress(report: AgentReport) -> Progress:
+    assert report.progress is not None
+    return report.progress
+
+
+def _run(progress: Progress) -> float:
+    """Return the seconds from the first reported step to the newest one."""
+    return progress.spent.get("run", 0.0)

@@ -1,0 +1,313 @@
+"""Finds a job that has become slow, and what has made it slow: from windows of some steps each.
+
+A step is slow against the usual steps of the same round, and a node against the other nodes. No
+limit is absolute. What grew with the time of a step is its cause: the wait for data, the garbage
+collector, the CPU that others took, or the CPU time of one node or of all.
+
+Most slow jobs are not slow because of a machine, so the result is told and nothing else.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from dlrover_py.protocol.diagnosis import SlowKind
+
+KEPT = 64
+"""Number of the newest windows that count as usual."""
+PAST = 256
+"""Number of the newest windows that a slow job is compared with."""
+FEWEST = 10
+"""Number of usual windows from which on a change is looked for."""
+LEAST_SHIFT = 0.10
+"""A window is slow from this share above the usual time of a step; after a slow one, from half."""
+IN_A_ROW = 6
+"""Number of slow windows in a row that make a slow job, at least."""
+LEAST_DEVIATION = 0.03
+"""The usual deviation is at least this share of the usual time: even steps vary by that much."""
+SLACK = 2.0
+"""Deviations that the cumulative sum leaves out in each window."""
+MOST_DEVIATIONS = 6.0
+"""Deviations that one window adds at most, so that one window alone is never enough."""
+ALARM = 12.0
+"""Cumulative sum of deviations from which on the job is slow."""
+BEYOND_PAST = 1.08
+"""A slow job is this much slower than nearly all windows before: what came and went is usual."""
+PEER_WINDOWS = 10
+"""Windows in a row in which a node must wait for data longer than others, without any change."""
+PEER_DEVIATIONS = 6.0
+"""Deviations of the other nodes above which its wait must be."""
+PEER_TIMES = 2.0
+"""Times the wait of the other nodes that its wait must be."""
+SHARE_OF_GROWTH = 0.5
+"""A part that grew by this share of the growth of a step explains it."""
+THROTTLED = 0.10
+"""Growth of the share of throttled periods, or of the time in which a process waited for a CPU,
+that shows that others take the CPU."""
+WEIGHT = 0.1
+"""Weight of the newest window in the usual parts of a node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of a step on one node: its worker with the greatest part."""
+
+    data: float = 0.0
+    """Seconds of a step in which it waited for data."""
+    gc: float = 0.0
+    """Seconds of a step in which Python collected garbage."""
+    cpu: float = 0.0
+    """CPU seconds of a step."""
+    throttled: float = 0.0
+    """Share of the periods in which its CPU limit has stopped it, from 0 to 1."""
+    pressure: float = 0.0
+    """Share of the time in which some process of the node waited for a CPU, from 0 to 1."""
+
+    def towards(self, other: "Parts", weight: float) -> "Parts":
+        """Return parts between these and others; with weight 1 the others."""
+        return Parts(
+            data=self.data + (other.data - self.data) * weight,
+            gc=self.gc + (other.gc - self.gc) * weight,
+            cpu=self.cpu + (other.cpu - self.cpu) * weight,
+            throttled=self.throttled + (other.throttled - self.throttled) * weight,
+            pressure=self.pressure + (other.pressure - self.pressure) * weight,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Some steps of the whole job."""
+
+    step: int
+    """The first step of the window."""
+    step_s: float
+    """Seconds of a step, without saves and loads of checkpoints; more than 0."""
+    nodes: Mapping[str, Parts]
+    """The parts of a step on each node of the round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slowness:
+    """Why a job is slow."""
+
+    kind: SlowKind
+    """The cause."""
+    node: str
+    """The node that makes it slow; empty if no node is singled out."""
+    since: int
+    """First step of the slow time."""
+    step_s: float
+    """Seconds of a step now."""
+    usual_s: float
+    """Seconds of a usual step; the same as ``step_s`` if it was never faster."""
+    part: float = 0.0
+    """The part that explains it: seconds of a step, or a share of the time."""
+    others: float = 0.0
+    """The same part before. If nothing has changed, the same part on the other nodes."""
+
+
+@dataclass(slots=True)
+class SlowWatch:
+    """The windows of one round. A new round has a new watch: its usual time is another one."""
+
+    slow: Slowness | None = None
+    """Why the job is slow now; None if it is not."""
+    _usual: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+    """Times of a step in windows that were not slow."""
+    _past: deque[float] = field(default_factory=lambda: deque(maxlen=PAST))
+    """Times of a step in all windows that came before the present run of slow ones."""
+    _run: list[Window] = field(default_factory=list)
+    """The present run of slow windows: the first ones, and the newest ones."""
+    _count: int = 0
+    """Number of windows in the run."""
+    _sum: float = 0.0
+    _told: bool = False
+    """Whether the run has made the job slow."""
+    _parts: dict[str, Parts] = field(default_factory=dict)
+    """Usual parts of each node."""
+    _odd: tuple[str, int, int] = ("", 0, 0)
+    """The node that waits longest for data, since how many windows in a row, and from which
+    step."""
+
+    def saw(self, window: Window) -> None:
+        """Take in the next window, and judge again whether the job is slow, and why."""
+        usual = median(self._usual) if len(self._usual) >= FEWEST else None
+        shift = LEAST_SHIFT / 2 if self._run else LEAST_SHIFT
+        if usual is None or window.step_s < (1 + shift) * usual:
+            self._end_run()
+            self._take_usual(window)
+            self.slow = self._against_peers(window)
+            return
+        deviation = 1.4826 * median(abs(one - usual) for one in self._usual)
+        deviation = max(deviation, LEAST_DEVIATION * usual)
+        deviations = min((window.step_s - usual) / deviation, MOST_DEVIATIONS)
+        self._sum = max(0.0, self._sum + deviations - SLACK)
+        self._run = [*self._run[:1], *self._run[1:][-(IN_A_ROW - 1) :], window]
+        self._count += 1
+        if self._count >= KEPT:  # it lasts for so long that it is the usual time now
+            self._usual.clear()
+            self._usual.extend(one.step_s for one in self._run)
+            self._parts = dict(window.nodes)
+            self._end_run()
+            self.slow = None
+            return
+        past = sorted(self._past)[int(0.95 * (len(self._past) - 1))]
+        newest = self._run[-IN_A_ROW:]
+        times = sorted(one.step_s for one in newest)
+        least = max((1 + LEAST_SHIFT) * usual, BEYOND_PAST * past)
+        shown = self._count >= IN_A_ROW and self._sum >= ALARM and times[1] >= least
+        self._told = self._told or shown
+        if self._told:
+            self.slow = self._explain(newest, usual, median(times))
+
+    def _end_run(self) -> None:
+        """End the run of slow windows: what it reached belongs to the past."""
+        self._past.extend(one.step_s for one in self._run)
+        self._run, self._count, self._sum, self._told = [], 0, 0.0, False
+
+    def _take_usual(self, window: Window) -> None:
+        """Take in a window that is not slow."""
+        self._usual.append(window.step_s)
+        self._past.append(window.step_s)
+        self._parts = {
+            name: self._parts.get(name, parts).towards(parts, WEIGHT)
+            for name, parts in window.nodes.items()
+        }
+
+    def _against_peers(self, window: Window) -> Slowness | None:
+        """Return whether one node has waited for data longer than all others, again and again."""
+        waits = {name: parts.data for name, parts in window.nodes.items()}
+        if len(waits) < 2:
+            return None
+        node = max(waits, key=lambda name: (waits[name], name))
+        others = [seconds for name, seconds in waits.items() if name != node]
+        middle = median(others)
+        deviation = 1.4826 * median(abs(one - middle) for one in others)
+        least = max(LEAST_SHIFT * window.step_s, PEER_DEVIATIONS * deviation)
+        if waits[node] - middle < least or waits[node] < PEER_TIMES * middle:
+            self._odd = ("", 0, 0)
+            return None
+        same = self._odd[0] == node
+        self._odd = (node, self._odd[1] + 1, self._odd[2]) if same else (node, 1, window.step)
+        if self._odd[1] < PEER_WINDOWS:
+            return None
+        return Slowness(
+            SlowKind.DATA,
+            node,
+            self._odd[2],
+            window.step_s,
+            window.step_s,
+            waits[node],
+            middle,
+        )
+
+    def _explain(self, newest: Sequence[Window], usual: float, level: float) -> Slowness:
+        """Return what has grown with the time of a step.
+
+        Args:
+            newest: The newest windows of the run, at least one.
+            usual: Seconds of a usual step.
+            level: Seconds of a step now.
+        """
+        since = self._run[0].step
+        grown = level - usual
+        now = {name: _mean([w.nodes[name] for w in newest if name in w.nodes])
+               for name in newest[-1].nodes}  # fmt: skip
+        before = {name: self._parts.get(name, parts) for name, parts in now.items()}
+
+        def growth(part: str) -> dict[str, float]:
+            return {n: getattr(now[n], part) - getattr(before[n], part) for n in now}
+
+        def found(kind: SlowKind, part: str, least: float) -> Slowness | None:
+            grew = growth(part)
+            node = max(grew, key=lambda name: (grew[name], name))
+            if grew[node] < least:
+                return None
+            # Most nodes together: no single one makes the job slow.
+            alike = len(grew) > 1 and median(grew.values()) >= 0.5 * grew[node]
+            value, old = getattr(now[node], part), getattr(before[node], part)
+            return Slowness(kind, "" if alike else node, since, level, usual, value, old)
+
+        least = SHARE_OF_GROWTH * grown
+        for kind, part, limit in (
+            (SlowKind.DATA, "data", least),
+            (SlowKind.CODE, "gc", least),
+            (SlowKind.NEIGHBOUR, "throttled", THROTTLED),
+        ):
+            if (one := found(kind, part, limit)) is not None:
+                return one
+        machine = self._by_cpu(now, before, grown / usual)
+        if machine is not None:
+            kind, node = machine
+            value, old = (now[node].cpu, before[node].cpu) if node else (0.0, 0.0)
+            return Slowness(kind, node, since, level, usual, value, old)
+        one = found(SlowKind.NEIGHBOUR, "pressure", THROTTLED)
+        return one or Slowness(SlowKind.UNKNOWN, "", since, level, usual)
+
+    def _by_cpu(
+        self, now: Mapping[str, Parts], before: Mapping[str, Parts], rise: float
+    ) -> tuple[SlowKind, str] | None:
+        """Return whether one node, or all, need more CPU time for a step; None if none does.
+
+        Nodes that wait for a slow one sleep. So only the slow one needs more CPU time.
+
+        Args:
+            now: The parts of each node now.
+            before: Its usual parts.
+            rise: The growth of a step as a share of the usual time.
+        """
+        grew = {
+            name: parts.cpu / before[name].cpu - 1
+            for name, parts in now.items()
+            if before[name].cpu > 0
+        }
+        if len(grew) < len(now) or not grew:
+            return None
+        node = max(grew, key=lambda name: (grew[name], name))
+        if grew[node] < SHARE_OF_GROWTH * rise:
+            return None
+        others = [one for name, one in grew.items() if name != node]
+        if not others or median(others) >= 0.5 * grew[node]:
+            return SlowKind.CODE, ""
+        return SlowKind.MACHINE, node
+
+
+def _mean(parts: Sequence[Parts]) -> Parts:
+    """Return the mean of parts, of which there is at least one."""
+    mean = parts[0]
+    for count, one in enumerate(parts[1:], start=2):
+        mean = mean.towards(one, 1 / count)
+    return mean
+
+
+def in_words(slow: Slowness) -> str:
+    """Return why a job is slow, in one line."""
+    who = f"node {slow.node}" if slow.node else "each node"
+    if slow.usual_s < slow.step_s:
+        more = 100 * (slow.step_s / slow.usual_s - 1)
+        text = f"a step takes {_s(slow.step_s)} instead of {_s(slow.usual_s)} (+{more:.0f} %)"
+        text += f" since step {slow.since}; "
+        before = "before"
+    else:
+        text, before = f"since step {slow.since}, ", "on the other nodes"
+    part, others = slow.part, slow.others
+    match slow.kind:
+        case SlowKind.DATA:
+            text += f"{who} waits {_s(part)} a step for data, {_s(others)} {before}"
+        case SlowKind.NEIGHBOUR:
+            text += f"{who} lacks CPU {100 * part:.0f} % of the time, {100 * others:.0f} % {before}"
+        case SlowKind.MACHINE:
+            text += f"only {who} needs more CPU time: {_s(part)} a step, {_s(others)} {before}"
+        case SlowKind.CODE if part:
+            text += f"{who} collects garbage for {_s(part)} a step, {_s(others)} {before}"
+        case SlowKind.CODE:
+            text += "all nodes need more CPU time"
+        case SlowKind.UNKNOWN:
+            text += "nothing that is measured has grown with it"
+    return f"{text}: {slow.kind}"
+
+
+def _s(seconds: float) -> str:
+    """Return seconds with three digits."""
+    return f"{seconds:.3g} s"

@@ -1,0 +1,275 @@
+"""What has made a job slow, from simulated windows; and no alarm in a thousand healthy jobs."""
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from dlrover_py.master.core.diagnosis.slow import OVER, WARM_UP
+from dlrover_py.master.core.diagnosis.slowness import (
+    FEWEST,
+    IN_A_ROW,
+    KEPT,
+    PEER_WINDOWS,
+    Parts,
+    Slowness,
+    SlowWatch,
+    Window,
+    in_words,
+)
+from dlrover_py.protocol.agents import NodeLoad
+from dlrover_py.protocol.diagnosis import SlowKind
+from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.protocol.reasons import ConditionType, EventReason
+from tests.builders import Bench, job_file, running
+
+HEALTHY_JOBS = 1000
+WINDOWS = 72
+"""Windows of a healthy job: at least 12 minutes, so 8 days for all jobs."""
+
+
+def healthy(rng: random.Random) -> Iterator[Window]:
+    """Windows of a healthy job of some shape, with what is usual in such jobs.
+
+    Steps vary by up to 8 % from window to window, and the noise of neighbouring windows is related.
+    Evaluations and garbage make single windows long. Loaders and sequence lengths have a rhythm.
+    Rank 0 logs, so its node uses more CPU. A twentieth of the windows is far off.
+    """
+    nodes = [f"n{i}" for i in range(rng.choice((1, 2, 3, 4)))]
+    step_s = 10 ** rng.uniform(-2, 1)
+    noise, memory = rng.uniform(0.002, 0.08), rng.choice((0.0, 0.3, 0.6))
+    data, data_noise = rng.uniform(0, 0.3) * step_s, rng.uniform(0, 1)
+    gc, cores = rng.uniform(0, 0.02) * step_s, rng.uniform(0.2, 8)
+    throttled, pressure = rng.uniform(0, 0.3), rng.uniform(0, 0.5)
+    eval_every = rng.choice((0, 7, 20, 50))
+    wave, wave_windows = rng.uniform(0, 0.06), rng.choice((3, 5, 11))
+    level = 0.0
+    for number in range(WINDOWS):
+        level = memory * level + rng.gauss(0, noise)
+        factor = (1 + wave * (number % wave_windows) / wave_windows) * max(0.5, 1 + level)
+        if eval_every and number % eval_every == 0:
+            factor *= rng.uniform(1.1, 3)
+        if rng.random() < 0.05:
+            factor *= rng.uniform(1.0, 2.0)
+        now = step_s * factor
+        parts = {
+            name: Parts(
+                data=data * max(0.0, 1 + data_noise * rng.gauss(0, 1)),
+                gc=gc * rng.uniform(0, 3),
+                cpu=cores * now * (1.3 if name == "n0" else 1) * rng.uniform(0.95, 1.05),
+                throttled=min(1.0, throttled * rng.uniform(0, 2)),
+                pressure=min(1.0, pressure * rng.uniform(0, 2)),
+            )
+            for name in nodes
+        }
+        yield Window(number * 10, now, parts)
+
+
+def test_a_thousand_healthy_jobs_raise_no_alarm() -> None:
+    alarms = []
+    for seed in range(HEALTHY_JOBS):
+        watch = SlowWatch()
+        for window in healthy(random.Random(seed)):
+            watch.saw(window)
+            if watch.slow is not None:
+                alarms.append((seed, window.step, in_words(watch.slow)))
+                break
+    assert not alarms, alarms[:5]
+
+
+Change = Callable[[str, Parts], Parts]
+
+
+def judged(
+    change: Change, factor: float, *, seed: int = 0, count: int = 4, after: int = 12
+) -> Slowness | None:
+    """Return the verdict on a job that changes after some windows.
+
+    Args:
+        change: returns the parts of a node after the change.
+        factor: times that a step takes after the change.
+        seed: seed of the noise of 2 %.
+        count: number of nodes.
+        after: number of windows after the change.
+    """
+    rng, watch = random.Random(seed), SlowWatch()
+    for number in range(20 + after):
+        changed = number >= 20
+        now = (factor if changed else 1.0) * (1 + rng.gauss(0, 0.02))
+        parts = {}
+        for i in range(count):
+            name = f"n{i}"
+            one = Parts(data=0.05 * rng.uniform(0.8, 1.2), gc=0.005, cpu=rng.uniform(1.95, 2.05))
+            parts[name] = change(name, one) if changed else one
+        watch.saw(Window(number, now, parts))
+    return watch.slow
+
+
+def on(node: str, **more: float) -> Change:
+    """Return a change that adds to the parts of one node, or of all with an empty name."""
+
+    def change(name: str, parts: Parts) -> Parts:
+        if node and name != node:
+            return parts
+        fields = {part: getattr(parts, part) + value for part, value in more.items()}
+        return Parts(**({f: getattr(parts, f) for f in Parts.__slots__} | fields))
+
+    return change
+
+
+CHANGES: list[tuple[Change, float, SlowKind, str]] = [
+    (on("n2", data=0.4), 1.4, SlowKind.DATA, "n2"),
+    (on("n1", data=0.15), 1.15, SlowKind.DATA, "n1"),
+    (on("", data=0.3), 1.3, SlowKind.DATA, ""),
+    (on("n3", gc=0.25), 1.25, SlowKind.CODE, "n3"),
+    (on("n1", throttled=0.5), 1.6, SlowKind.NEIGHBOUR, "n1"),
+    (on("n1", pressure=0.4), 1.3, SlowKind.NEIGHBOUR, "n1"),
+    (on("n2", cpu=0.6), 1.3, SlowKind.MACHINE, "n2"),
+    (on("n2", cpu=0.3), 1.15, SlowKind.MACHINE, "n2"),
+    (on("", cpu=0.6), 1.3, SlowKind.CODE, ""),
+    (on("", cpu=0.0), 1.3, SlowKind.UNKNOWN, ""),
+]
+
+
+@pytest.mark.parametrize(("change", "factor", "kind", "node"), CHANGES)
+def test_a_change_is_found_with_its_cause(
+    change: Change, factor: float, kind: SlowKind, node: str
+) -> None:
+    for seed in range(20):
+        found = judged(change, factor, seed=seed)
+        assert found is not None, seed
+        assert (found.kind, found.node) == (kind, node), (seed, in_words(found))
+        assert found.usual_s == pytest.approx(1.0, rel=0.03)
+        assert 20 <= found.since <= 24
+
+
+def test_six_windows_are_enough_and_five_are_not() -> None:
+    assert judged(on("", cpu=0.6), 1.3, after=IN_A_ROW - 1) is None
+    assert judged(on("", cpu=0.6), 1.3, after=IN_A_ROW) is not None
+
+
+def test_less_than_a_tenth_is_no_change() -> None:
+    for seed in range(20):
+        assert judged(on("", cpu=0.1), 1.05, seed=seed, after=40) is None
+
+
+def test_one_node_whose_cpu_time_grows_alone_needs_others_to_be_a_machine() -> None:
+    found = judged(on("n0", cpu=0.6), 1.3, count=1)
+    assert found is not None
+    assert found.kind is SlowKind.CODE
+
+
+def test_a_loader_that_was_always_slower_is_found_though_nothing_changes() -> None:
+    watch = SlowWatch()
+    for number in range(PEER_WINDOWS):
+        parts = {f"n{i}": Parts(data=0.3 if i == 2 else 0.02) for i in range(4)}
+        watch.saw(Window(number, 1.0, parts))
+    assert watch.slow is not None
+    assert in_words(watch.slow) == (
+        "since step 0, node n2 waits 0.3 s a step for data, 0.02 s on the other nodes: data"
+    )
+
+
+def test_what_comes_and_goes_is_usual() -> None:
+    watch, told = SlowWatch(), []
+    for number in range(600):
+        slow = number % 60 >= 52  # eight slow windows in sixty
+        watch.saw(Window(number, 1.3 if slow else 1.0, {"n0": Parts()}))
+        if watch.slow is not None:
+            told.append(number)
+    assert told, "the first time it is a change"
+    assert [n for n in told if n >= 60] == []
+
+
+def test_what_lasts_becomes_usual() -> None:
+    watch = SlowWatch()
+    for number in range(20):
+        watch.saw(Window(number, 1.0, {"n0": Parts()}))
+    for number in range(KEPT + FEWEST):
+        watch.saw(Window(20 + number, 2.0, {"n0": Parts()}))
+    assert watch.slow is None
+    for number in range(10):
+        watch.saw(Window(200 + number, 3.0, {"n0": Parts()}))
+    assert watch.slow is not None
+    assert watch.slow.usual_s == 2.0
+
+
+# --- in a job ---
+
+
+class Train:
+    """A job of three nodes that trains at one step a second until it is told otherwise."""
+
+    def __init__(self, **diagnosis: Any) -> None:
+        document = job_file(3)
+        document["spec"]["diagnosis"] = diagnosis
+        self.bench: Bench = running(ElasticJob.parse(document))
+        self.step, self.spent = 0, {f"n{i}": {"run": 0.0} for i in range(3)}
+
+    def go(self, steps: int, step_s: float = 1.0, **data: float) -> None:
+        """Train some steps; ``data`` has the seconds of a step in which a node waits for data."""
+        for _ in range(steps):
+            self.step += 1
+            for agent in self.bench.living():
+                spent = self.spent[agent.node]
+                spent["run"] += step_s
+                spent["cpu"] = spent.get("cpu", 0.0) + 0.5
+                spent["data"] = spent.get("data", 0.0) + data.get(agent.node, 0.01)
+                agent.reach(self.step)
+                assert agent.progress is not None
+                agent.progress = agent.progress.model_copy(update={"spent": dict(spent)})
+            self.bench.pass_time(step_s)
+
+    def told(self) -> list[tuple[str, str]]:
+        kinds = (EventReason.SLOW, EventReason.SLOW_OVER)
+        return [(e.reason, e.message) for e in self.bench.job.state.events if e.reason in kinds]
+
+    def condition(self) -> str:
+        status = self.bench.job.status(self.bench.now, self.bench.now)
+        found = {c.type: c for c in status.conditions}.get(ConditionType.SLOW)
+        return "" if found is None else f"{found.status}: {found.message}"
+
+
+USUAL = 10 * (WARM_UP + FEWEST + 1)
+
+
+def test_a_slow_loader_is_told_with_its_node_and_nothing_is_done() -> None:
+    train = Train()
+    train.go(USUAL)
+    assert not train.condition()
+    train.go(90, step_s=1.5, n1=0.5)
+    ((reason, message),) = train.told()
+    assert reason == EventReason.SLOW
+    assert message.startswith("a step takes 1.5 s instead of 1 s (+50 %) since step 131")
+    assert "; node n1 waits 0.5 s a step for data, 0.01" in message
+    assert message.endswith(" s before: data")
+    assert train.condition().startswith("True: a step takes 1.5 s")
+    assert train.bench.job.state.pending_round is None
+    train.go(10 * (OVER + 1))
+    assert [reason for reason, _ in train.told()] == [EventReason.SLOW, EventReason.SLOW_OVER]
+    assert train.condition() == "False: steps take the usual time"
+
+
+def test_a_throttled_node_is_told() -> None:
+    train = Train()
+    train.go(USUAL)
+    train.bench.agent("n2").load = NodeLoad(throttled=0.8)
+    train.go(90, step_s=2.0)
+    ((_, message),) = train.told()
+    assert message.endswith("; node n2 lacks CPU 80 % of the time, 0 % before: neighbour")
+
+
+def test_nothing_is_told_if_the_job_does_not_want_it_or_does_not_measure() -> None:
+    off = Train(slow="off")
+    off.go(USUAL)
+    off.go(60, step_s=1.5, n1=0.5)
+    assert not off.told()
+    plain = Train()
+    for spent in plain.spent.values():
+        spent.clear()
+    for step in range(100):
+        for agent in plain.bench.living():
+            agent.reach(step)
+        plain.bench.pass_time(1.0 if step < 60 else 3.0)
+    assert not plain.told()
