@@ -99,13 +99,14 @@ class Checkpointing:
 
         A request that is open when the master ends is followed by the next one from the beginning.
         """
-        wanted, answer = self.live.spec.spec.store_checkpoint, self.state.store_answer
+        wanted, answer = self.live.spec.spec.store_checkpoint, self.state.checkpoints.store_answer
         if wanted is None or self.state.phase.ended or (answer and answer.request == wanted):
             return
         if self._request is None or self._request.text != wanted:
             self._request = StoreRequest(wanted, self.live.now + self.live.rules.persist_s)
         answer = self._request.serve(self.live.checkpoints, self.live.now, self.state.term)
         if answer is not None:
-            self._request, self.state.store_answer = None, answer
+            self._request, self.state.checkpoints.store_answer = None, answer
+            self.state.changed()
         else:
             self.live.wake(self._request.until)

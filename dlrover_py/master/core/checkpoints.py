@@ -29,6 +29,7 @@ from dlrover_py.protocol.agents import (
 from dlrover_py.protocol.checkpoint_id import CheckpointId
 from dlrover_py.protocol.names import NodeId, Term, id_key
 from dlrover_py.protocol.reasons import EventReason
+from dlrover_py.protocol.status import StoreAnswer
 
 RoundStart = tuple[int, CheckpointId | None]
 """A round, and the checkpoint that it continued from; None if it continued from none."""
@@ -140,6 +141,8 @@ class CheckpointRecord:
     rejected: list[tuple[int, int]] = field(default_factory=list)
     """Pairs of a round and a step. Checkpoints of rounds up to this one whose step is greater have
     wrong values: they are neither restored nor stored."""
+    store_answer: StoreAnswer | None = None
+    """The answer to the newest ``spec.storeCheckpoint``."""
 
     def continued_from(self, round_number: int) -> int | None:
         """Return the step that a round has continued from; None if it is not known."""

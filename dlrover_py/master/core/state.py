@@ -49,7 +49,6 @@ from dlrover_py.protocol.status import (
     JobEvent,
     JobPhase,
     MeasuredSpeed,
-    StoreAnswer,
 )
 from dlrover_py.protocol.timing import POD_GRACE_S
 from dlrover_py.protocol.words import counted
@@ -215,8 +214,6 @@ class DurableState:
     """Number of the newest snapshot of all ranks."""
     snapshot_request: str = ""
     """The newest ``spec.diagnosis.snapshot`` that was followed."""
-    store_answer: StoreAnswer | None = None
-    """The answer to the newest ``spec.storeCheckpoint``."""
     tuning: TuningRecord = Field(default_factory=TuningRecord)
     """Settings of data loaders."""
     lost_s: dict[str, float] = Field(default_factory=dict)

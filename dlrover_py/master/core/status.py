@@ -90,7 +90,7 @@ class StatusReport:
             memory_checkpoints=held_checkpoints(self.live.checkpoints),
             checkpoints_stored=self.live.checkpoints.commits,
             checkpoint_failures=self.live.checkpoints.failures,
-            store_answer=self.state.store_answer,
+            store_answer=self.state.checkpoints.store_answer,
             streams=[
                 _stream_status(name, record.stream)
                 for name, record in self.state.shards.items()
