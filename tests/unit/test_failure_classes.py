@@ -297,6 +297,11 @@ DOCUMENTED: list[tuple[str, FailureClass, Confidence]] = [
         FailureClass.COMMUNICATION,
         SURE,
     ),
+    (
+        "ConnectionResetError: [Errno 104] Connection reset by peer",
+        FailureClass.COMMUNICATION,
+        SURE,
+    ),
     ("OSError: [Errno 5] Input/output error: '/mnt/data/7.bin'", FailureClass.STORAGE, SURE),
     ("OSError: [Errno 116] Stale file handle: '/mnt/data/7.bin'", FailureClass.STORAGE, SURE),
     ("OSError: [Errno 30] Read-only file system: '/out/a'", FailureClass.STORAGE, SURE),
