@@ -110,13 +110,14 @@ async def test_an_allocation_is_written_and_taken_away_on_a_real_api_server(
             allocation = (held.get("status") or {}).get("allocation") or {}
             return allocation.get("nodes"), said(held, "Allocated")
 
-        async def becomes(nodes: int | None, *word: str) -> None:
-            await seen(kube, ELASTICJOBS, "x", space, lambda held: look(held) == (nodes, word))
+        async def becomes(nodes: int | None, *word: str) -> int | None:
+            held = await seen(kube, ELASTICJOBS, "x", space, lambda h: look(h) == (nodes, word))
+            return look(held)[0]
 
         timing = OperatorTiming(allot_after_s=0.02)
         async with operator(kube, space, timing=timing, shared=SharedHosts(capacity=3)):
             await kube.create(ELASTICJOBS, job(space, minReplicas=2))
-            await becomes(3, "True", "Allocated")
+            assert await becomes(3, "True", "Allocated") == 3
             await seen(kube, DEPLOYMENTS, MASTER, space, bool)
         async with operator(kube, space):
-            await becomes(None, "", "")
+            assert await becomes(None, "", "") is None
