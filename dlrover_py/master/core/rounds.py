@@ -176,13 +176,14 @@ class Rounds:
         if self._missed[0] != pending.since:
             self._missed = (pending.since, MISSED_S)
         due = pending.since + self._missed[1]
-        here = [node.id for node in self.live.nodes if node.alive and not node.leaving]
-        # A node that leaves with notice, or one that is being warmed: the result is open.
-        is_open = any(node.leaving for node in self.live.nodes) or self.live.size.fit(len(here))
-        if self.live.now >= due and is_open:
-            due = self.live.now + MISSED_S
         if self.live.now < due:
             self.live.wake(due)
+            return
+        here = [node.id for node in self.live.nodes if node.alive and not node.leaving]
+        if any(node.leaving for node in self.live.nodes) or self.live.size.fit(len(here)):
+            # A node leaves with notice, or is being warmed: the result is open.
+            self._missed = (pending.since, self.live.now + MISSED_S - pending.since)
+            self.live.wake(self.live.now + MISSED_S)
             return
         waited = self.live.now - pending.since
         self._missed = (pending.since, max(waited, self._missed[1]) * MISSED_AGAIN)
