@@ -8,7 +8,7 @@ PYTHON := $(VENV)/bin/python
 USER_STAMP := $(VENV)/.installed-user
 DEV_STAMP := $(VENV)/.installed
 
-.PHONY: help setup setup-dev dist demo test check unit local coverage matrix lower-bounds browser process cluster cluster-down cluster-test \
+.PHONY: help setup setup-dev dist demo test check unit local coverage matrix matrix-torch lower-bounds browser process cluster cluster-down cluster-test \
 	chaos bench docs docs-serve docs-reference clean
 
 help: ## Show this list
@@ -65,8 +65,12 @@ unit: setup-dev ## The tests that start no process
 coverage: setup-dev ## Which lines the tests run (of TESTS="...", else of the unit tests)
 	@$(VENV)/bin/pytest -q --cov --cov-report=term:skip-covered $(or $(TESTS),tests/unit tests/stateful)
 
-matrix: setup-dev ## The unit tests with each Python that is supported (PYTHON_VERSIONS="3.12" for one)
+matrix: setup-dev ## Unit tests with each Python, some tests with each torch (PYTHON_VERSIONS, TORCH_VERSIONS)
 	@bash scripts/matrix.sh constraints $(PYTHON_VERSIONS)
+	@bash scripts/matrix.sh torch $(TORCH_VERSIONS)
+
+matrix-torch: setup-dev ## The tests that depend on torch, with each torch (TORCH_VERSIONS="2.6 2.15" for two)
+	@bash scripts/matrix.sh torch $(TORCH_VERSIONS)
 
 lower-bounds: setup-dev ## The unit tests with the oldest libraries that pyproject.toml allows
 	@bash scripts/matrix.sh lowest

@@ -43,7 +43,7 @@ from dlrover_py.protocol.errors import (
     UnreachableError,
 )
 from dlrover_py.protocol.names import ENV_MASTER_ADDR
-from dlrover_py.protocol.words import counted, output_line
+from dlrover_py.protocol.words import output_line
 from dlrover_py.telemetry import setup
 
 if TYPE_CHECKING:
@@ -458,12 +458,10 @@ def _command(flags: Flags, settings: Settings, *, member: bool) -> Command:
     cpus = _cpus(flags, nproc, settings.environ)
     if cpus and nproc == 1 and "OMP_NUM_THREADS" not in settings.environ:
         cold_start_reason = "--numa-binding: OpenMP counts the CPUs when it is imported"
-    visible = settings.environ.get("CUDA_VISIBLE_DEVICES")
-    if flags.virtual_local_rank and visible is not None and len(visible.split(",")) < nproc:
-        raise ConfigError(
-            f"--virtual-local-rank with {counted(nproc, 'worker')} and "
-            f"CUDA_VISIBLE_DEVICES={visible!r}: expected a device for each worker"
-        )
+    if flags.virtual_local_rank:
+        from dlrover_agent.workers.visible_devices import one_for_each
+
+        one_for_each(settings.environ, nproc)
     if flags.precheck and importlib.util.find_spec("torch") is None:
         raise ConfigError(
             f"{flags.precheck_flag}: {sys.executable} has no torch, which the check is made with; "
@@ -477,7 +475,7 @@ def _command(flags: Flags, settings: Settings, *, member: bool) -> Command:
         environ=settings.environ,
         role=flags.role,
         log_dir=log_dir.absolute() if log_dir is not None else None,
-        output=_output(flags, settings.environ),
+        output=output_settings(flags, settings.environ),
         event_handler=flags.event_log_handler,
         cold="--cold-start" if flags.cold_start else cold_start_reason,
         signals=given.signals(flags.signals_to_handle),
@@ -551,7 +549,12 @@ def _there(script: str) -> None:
         )
 
 
-def _output(flags: Flags, environ: Mapping[str, str]) -> OutputSettings:
+def output_settings(flags: Flags, environ: Mapping[str, str]) -> OutputSettings:
+    """Return the settings for the output of the workers.
+
+    Raises:
+        ConfigError: The value of a flag cannot be used.
+    """
     return OutputSettings(
         log_dir=Path(flags.log_dir).absolute() if flags.log_dir else None,
         redirects=given.streams("--redirects", flags.redirects),
@@ -559,7 +562,9 @@ def _output(flags: Flags, environ: Mapping[str, str]) -> OutputSettings:
         shown=given.local_ranks(flags.local_ranks_filter),
         stdout_filters=tuple(flags.duplicate_stdout_filters),
         stderr_filters=tuple(flags.duplicate_stderr_filters),
-        prefix=environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or LINE_PREFIX,
+        prefix=flags.log_line_prefix_template
+        or environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
+        or LINE_PREFIX,
         specs=flags.logs_specs,
     )
 

@@ -1,8 +1,8 @@
 """The command line of ``elastic-run``: flags of torchrun, flags of DLRover, and its own flags.
 
-Names, defaults and ``PET_*`` variables are those of torch/distributed/run.py (2.13) and
-torch/distributed/argparse_util.py. A test compares them with the installed torch. torch's own
-parser is not used, because it costs the import of torch.
+Names, defaults and ``PET_*`` variables are those of torch/distributed/run.py (2.15) and
+torch/distributed/argparse_util.py, with each version of torch. A test compares them with the
+installed torch. torch's own parser is not used, because it costs the import of torch.
 """
 
 import argparse
@@ -31,12 +31,14 @@ MAX_NODES = 100_000
 """Largest number of nodes that ``--nnodes`` accepts."""
 BINDINGS = ("node", "socket", "exclusive", "core-complex")
 """Values of ``--numa-binding``."""
+SHELLS = ("bash", "zsh", "tcsh", "fish", "powershell")
+"""Values of ``--print-completion``."""
 _HOST = re.compile(r"^[\w.:-]+$")
 _PORT = re.compile(r"[0-9]{1,5}")
 
 
-class Flags(argparse.Namespace):
-    """The flags, by the names of torchrun's parser; the values of text flags are not parsed yet."""
+class TorchrunFlags(argparse.Namespace):
+    """torchrun's flags, by the names of its parser; the values of text flags are not parsed yet."""
 
     nnodes: str
     nproc_per_node: str
@@ -56,6 +58,7 @@ class Flags(argparse.Namespace):
     log_dir: str | None
     redirects: str
     tee: str
+    log_line_prefix_template: str
     local_ranks_filter: str
     duplicate_stdout_filters: list[str]
     duplicate_stderr_filters: list[str]
@@ -70,6 +73,11 @@ class Flags(argparse.Namespace):
     virtual_local_rank: bool
     training_script: str
     training_script_args: list[str]
+
+
+class Flags(TorchrunFlags):
+    """The command line of ``elastic-run``: torchrun's flags, and those that torchrun lacks."""
+
     node_unit: int
     precheck: int
     precheck_flag: str = "--precheck"
@@ -101,6 +109,30 @@ class _RefusedFlag(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> NoReturn:
         parser.error(f"{self.option_strings[0]} is not supported: {self._instead}")
+
+
+class _PrintCompletion(argparse.Action):
+    """Print the completion script for a shell, made from the parser, and exit."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *more: Any
+    ) -> NoReturn:
+        try:
+            import shtab  # here, because only this flag needs it
+        except ImportError:
+            parser.exit(
+                1,
+                f"{parser.prog}: --print-completion needs the package shtab, which is not "
+                "installed: pip install shtab\n",
+            )
+        if more[0] not in shtab.SUPPORTED_SHELLS:
+            known = ", ".join(shtab.SUPPORTED_SHELLS)
+            parser.error(f"--print-completion: the installed shtab knows {known} only")
+        for action in parser._actions:
+            if action.dest == "training_script":
+                vars(action)["complete"] = shtab.FILE
+        print(shtab.complete(parser, shell=more[0]))  # noqa: T201 - what the user asked for
+        parser.exit()
 
 
 class _Level(argparse.Action):
@@ -249,11 +281,16 @@ def _output(g: _FlagGroup) -> None:
     g.value("--redirects", "0", help, "-r")
     g.value("--tee", "0", "streams that go to files and to the console", "-t")
     g.value("--local-ranks-filter", "", "show only these local ranks: 0,1")
+    help = "prefix of tee'd lines, with ${role_name}, ${local_rank}, ${rank} and ${hostname}"
+    g.value("--log-line-prefix-template", "", help, metavar="TEMPLATE")
     help = "copy lines of a tee'd stream with one of these words (a,b) to filtered_{}.log"
     for stream in ("stdout", "stderr"):
         name = f"--duplicate-{stream}-filters"
         g.value(name, [], help.format(stream), type=_words, metavar="WORDS")
     g.value("--logs-specs", None, "class of the group torchrun.logs_specs", env=False)
+    help = "print the completion script for a shell, and exit (needs shtab)"
+    more: dict[str, Any] = {"action": _PrintCompletion, "choices": SHELLS, "env": False}
+    g.value("--print-completion", None, help, **more)
 
 
 def _dlrover(g: _FlagGroup) -> None:

@@ -22,7 +22,7 @@ from dlrover_py.protocol.errors import ConfigError
 DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals by which an agent is asked to end."""
 LINE_PREFIX = "[${role_name}${local_rank}]:"
-"""Prefix of tee'd lines, unless TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE names another one."""
+"""Prefix of tee'd lines, unless the user gives another one."""
 _HOST = re.compile(r"[\w.:%-]{1,255}")
 T = TypeVar("T", int, float)
 
@@ -198,7 +198,7 @@ class OutputSettings:
             local_rank: Rank of the worker on its node.
         """
         return Template(self.prefix).safe_substitute(
-            role_name=role, rank=rank, local_rank=local_rank
+            role_name=role, rank=rank, local_rank=local_rank, hostname=os.uname().nodename
         )
 
     @staticmethod

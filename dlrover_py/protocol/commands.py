@@ -45,10 +45,10 @@ VALUES: Final = _words(
     --monitor-interval --start-method --event-log-handler --role --log-dir --redirects --tee
     --local-ranks-filter --duplicate-stdout-filters --duplicate-stderr-filters --node-rank
     --master-addr --master-port --local-addr --logs-specs --numa-binding --signals-to-handle
-    --shutdown-timeout -r -t
+    --shutdown-timeout --log-line-prefix-template --print-completion -r -t
     """
 )
-"""torchrun's flags with a value."""
+"""torchrun's flags with a value, of all versions."""
 ELASTIC_RUN_SWITCHES: Final = _words(
     """
     --network-check --comm-perf-test --exclude-straggler --save-at-breakpoint --auto-config

@@ -34,6 +34,21 @@ def ran(*args: str, timeout: float = 150, **environ: str) -> "subprocess.Complet
     )
 
 
+@pytest.mark.timeout(600)
+def test_a_checkpoint_is_loaded_by_another_version_of_torch(tmp_path: Path) -> None:
+    """`make matrix-torch` names the interpreter with the other version; else it is the same one."""
+    other = os.environ.get("OTHER_PYTHON", sys.executable)
+    program = str(PROGRAMS / "exchange_checkpoint.py")
+    for number, pair in enumerate({(sys.executable, other), (other, sys.executable)}):
+        for python, way in zip(pair, ("save", "load"), strict=True):
+            done = subprocess.run(
+                [python, program, way, str(tmp_path / str(number))],
+                env={"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]},
+                check=False,
+            )
+            assert done.returncode == 0, f"{way} with {python}"
+
+
 def test_of_orders_that_come_faster_than_they_are_written_each_begun_is_finished(
     tmp_path: Path,
 ) -> None:

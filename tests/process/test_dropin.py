@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import psutil
@@ -54,6 +55,11 @@ CASES = {
     "virtual": ["--virtual-local-rank", "--signals-to-handle", "SIGTERM,SIGUSR1"],
     "run path": ["--run-path"],
 }
+NEWEST = tuple(map(int, version("torch").split(".")[:2])) >= (2, 15)
+"""Whether torchrun has the flag of the prefix, and HIP_VISIBLE_DEVICES."""
+if NEWEST:
+    template = "--log-line-prefix-template=${hostname}:${rank} "
+    CASES["prefix"] = ["--tee=3", "--log-dir=logs", template]
 
 
 @pytest.mark.parametrize("case", list(CASES))
@@ -65,6 +71,8 @@ def test_output_and_environment_are_torchruns(place: Place, case: str) -> None:
         folder.mkdir()
         argv = CASES[case]
         env = {"RESULTS": str(folder), "CUDA_VISIBLE_DEVICES": "3,5"}
+        if NEWEST:
+            env["HIP_VISIBLE_DEVICES"] = "7,9"
         if case == "roles":
             env["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "<${role_name}/${rank}/${local_rank}>"
         done = place.call(

@@ -4,6 +4,7 @@ It runs torch's own code, with another place of the kernel's files, and with giv
 driver. It is a process of its own, since torch starts threads and other tests fork.
 """
 
+import inspect
 import json
 import os
 import sys
@@ -40,11 +41,19 @@ def cpus(root: str, mode: str, allowed: list[int], pci: list[str], gpu: int) -> 
         listdir=lambda path: os.listdir(root + path),
         sched_getaffinity=lambda pid: set(allowed),
     )
+    cuda = SimpleNamespace(device_count=lambda: len(pci), get_device_properties=properties)
     binding.torch = SimpleNamespace(
-        cuda=SimpleNamespace(device_count=lambda: len(pci), get_device_properties=properties)
+        cuda=cuda,
+        # torch 2.15 asks these instead.
+        accelerator=SimpleNamespace(
+            is_available=lambda: True, device_count=cuda.device_count, current_accelerator=str
+        ),
+        get_device_module=lambda device: cuda,
     )
     options = binding.NumaOptions(affinity_mode=binding.AffinityMode(mode))
-    return sorted(_get_logical_cpus_to_bind_to(gpu_index=gpu, numa_options=options))
+    names = inspect.signature(_get_logical_cpus_to_bind_to).parameters
+    index = {"device_index" if "device_index" in names else "gpu_index": gpu}
+    return sorted(_get_logical_cpus_to_bind_to(**index, numa_options=options))
 
 
 def visible(given: str, uuids: list[str]) -> Any:

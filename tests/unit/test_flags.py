@@ -8,6 +8,7 @@ import socket
 import sys
 from contextlib import redirect_stderr
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,34 @@ from hypothesis import given as examples
 from hypothesis import strategies as st
 
 from dlrover_agent import flags
-from dlrover_agent.cli import count_gpus, main
+from dlrover_agent.cli import count_gpus, main, output_settings
 from dlrover_agent.settings import Settings
 from dlrover_agent.standalone import Endpoint, OwnMaster
 from dlrover_py.protocol import commands, names
 from dlrover_py.protocol.errors import ConfigError, UnreachableError
+
+INSTALLED = tuple(int(part) for part in version("torch").split(".")[:2])
+"""The version of torch whose torchrun ours is compared with."""
+NEW_FLAGS = {
+    (2, 9): {"--event-log-handler", "--numa-binding"},
+    (2, 13): {
+        *("--duplicate-stdout-filters", "--duplicate-stderr-filters", "--signals-to-handle"),
+        *("--shutdown-timeout", "--virtual-local-rank"),
+    },
+    (2, 15): {"--log-line-prefix-template", "--print-completion"},
+}
+"""Flags by the first version that has them, of those in `make matrix`. The others are in all."""
+NOT_THERE = {flag for since, new in NEW_FLAGS.items() if since > INSTALLED for flag in new}
+
+
+def of_torch(argv: list[str]) -> dict[str, Any]:
+    """What the installed torchrun parses; older ones have the default of --master-port there."""
+    from torch.distributed.run import get_args_parser
+
+    found: dict[str, Any] = vars(get_args_parser().parse_args(argv))
+    if INSTALLED < (2, 13) and found["master_port"] == flags.STATIC_PORT:
+        found["master_port"] = None
+    return found
 
 
 def parse(*argv: str, **pet: str) -> flags.Flags:
@@ -55,38 +79,41 @@ def test_all_of_torchruns_flags_are_there(torchs: dict[str, object]) -> None:
         assert set(names) <= set(ours)
         mine = ours[names[0]]
         assert (mine.dest, {ours[name] for name in names}) == (dest, {mine})
-        for field in ("default", "nargs", "required"):
+        for field in ("nargs", "required"):
             theirs = getattr(action, field)
             assert getattr(mine, field) == theirs, f"{dest}: {field}"
-        choices = getattr(action, "choices", None)
-        assert (set(mine.choices) if mine.choices else None) == (set(choices) if choices else None)
+        old = dest == "master_port" and INSTALLED < (2, 13)
+        assert mine.default == (None if old else action.default), dest  # type: ignore[attr-defined]
+        choices = set(getattr(action, "choices", None) or ())
+        if dest == "print_completion":  # the shells of the installed shtab, if there is one
+            choices |= set(flags.SHELLS)
+        assert set(mine.choices or ()) == choices
 
 
 def test_values_become_what_they_become_there(torchs: dict[str, object]) -> None:
-    from torch.distributed.run import get_args_parser
-
     argv = ["--nnodes=1:4", "--nproc_per_node", "gpu", "--max-restarts", "3", "-m", "-r", "0:1"]
-    argv += ["--duplicate-stdout-filters", "a,b,,c", "--monitor-interval", "2", "--node_rank=2"]
-    argv += ["--master-port", "1", "--shutdown-timeout", "5", "--virtual-local-rank", "--run_path"]
-    argv += ["--numa-binding", "core-complex", "train", "-r", "3", "--nnodes", "x"]
-    theirs, ours = vars(get_args_parser().parse_args(argv)), vars(parse(*argv))
+    argv += ["--monitor-interval", "2", "--node_rank=2", "--master-port", "1", "--run_path"]
+    newer = ["--duplicate-stdout-filters=a,b,,c", "--shutdown-timeout=5", "--virtual-local-rank"]
+    newer += ["--numa-binding=core-complex", "--log-line-prefix-template=${hostname} "]
+    argv += [flag for flag in newer if flag.partition("=")[0] not in NOT_THERE]
+    argv += ["train", "-r", "3", "--nnodes", "x"]
+    theirs, ours = of_torch(argv), vars(parse(*argv))
     assert {k: ours[k] for k in theirs} == theirs
 
 
 def test_environment_stands_in_for_flags(
     torchs: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torch.distributed.run import get_args_parser
-
     values = {"nnodes": "2:3", "max_restarts": "4", "standalone": "1", "redirects": "3"}
     values |= {"log_dir": "x", "module": "0", "numa_binding": "node", "logs_specs": "y"}
     values |= {"duplicate_stderr_filters": "a,b", "master_port": "77", "virtual_local_rank": "2"}
+    values |= {"log_line_prefix_template": "${rank}", "print_completion": "bash"}
     for name, value in values.items():
         monkeypatch.setenv(f"PET_{name.upper()}", value)
-    theirs = vars(get_args_parser().parse_args(["train.py"]))
+    theirs = of_torch(["train.py"])
     ours = vars(parse("train.py", **values))
     assert {k: ours[k] for k in theirs} == theirs
-    beaten = vars(get_args_parser().parse_args(["--nnodes=5", "train.py"]))
+    beaten = of_torch(["--nnodes=5", "train.py"])
     assert vars(parse("--nnodes=5", "train.py", **values))["nnodes"] == beaten["nnodes"] == "5"
 
 
@@ -116,13 +143,11 @@ def test_what_dlrover_has_and_we_do_not_is_refused_with_a_reason(flag: str) -> N
 )
 @pytest.mark.parametrize("head", [[], ["-m"], ["--nnodes", "2", "-r3"], ["--"], ["--tee=1", "--"]])
 def test_what_stands_behind_the_script_is_the_scripts(head: list[str], words: list[str]) -> None:
-    from torch.distributed.run import get_args_parser
-
     found = parse(*head, "train", *words)
     assert (found.training_script, found.training_script_args) == ("train", words)
     dropped = words[0] == "--" and "--" not in head  # by torchrun, see migrating-from-torchrun.md
     if not dropped and ("--no" not in words or "--" in head):  # torch refuses it, by its Python
-        theirs = vars(get_args_parser().parse_args([*head, "train", *words]))
+        theirs = of_torch([*head, "train", *words])
         assert {k: vars(found)[k] for k in theirs} == theirs
 
 
@@ -160,7 +185,42 @@ def test_the_table_of_flags_is_the_parsers() -> None:
 def test_torchruns_part_of_the_table_is_torchruns(torchs: dict[str, object]) -> None:
     names = {n for a in torchs.values() for n in a.option_strings}  # type: ignore[attr-defined]
     plain = {n for n in names if "_" not in n}
-    assert plain | {"--help", "-h"} == commands.SWITCHES | commands.VALUES
+    assert plain | NOT_THERE | {"--help", "-h"} == commands.SWITCHES | commands.VALUES
+    assert not plain & NOT_THERE
+
+
+def test_the_template_of_the_flag_comes_before_the_one_of_the_older_variable() -> None:
+    def prefix(*argv: str, **pet: str) -> str:
+        older = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "<${rank}>"}
+        return output_settings(parse(*argv, "t.py", **pet), older).line_prefix("main", 3, 1)
+
+    assert prefix() == "<3>"
+    assert prefix("--log-line-prefix-template=${local_rank}/${other}") == "1/${other}"
+    assert prefix("--log_line_prefix_template", "${hostname} ") == f"{socket.gethostname()} "
+    assert prefix(log_line_prefix_template="${role_name}") == "main"
+
+
+@pytest.mark.parametrize("shell", flags.SHELLS)
+def test_a_completion_script_is_made_from_the_parser(
+    shell: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse("--print-completion", shell)
+    assert end.value.code == 0
+    printed = capsys.readouterr().out
+    for text in ("elastic-run", "nproc-per-node", "cold-start", "exclusive"):
+        assert text in printed
+    assert "--membind-policy" not in printed, "refused flags are not proposed"
+
+
+def test_a_completion_script_needs_shtab(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)  # as if it were not installed
+    with pytest.raises(SystemExit) as end:
+        parse("--print_completion=zsh")
+    assert end.value.code == 1
+    assert "needs the package shtab" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("spelling", ["--auto-tunning", "--auto_tunning"])

@@ -5,7 +5,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.cuda import _parse_visible_devices, _transform_uuid_to_ordinals
 
-from dlrover_agent.workers.visible_devices import count, visible
+from dlrover_agent.workers.visible_devices import count, one_for_each, visible
+from dlrover_py.protocol.errors import ConfigError
 
 UUIDS = [f"GPU-{i:08x}-0000-0000-0000-000000000000" for i in range(4)]
 WORDS = st.one_of(
@@ -43,6 +44,19 @@ def test_as_torch(text: str) -> None:
     assert count(text, UUIDS) == number
     if not text.startswith("MIG-"):
         assert visible(text, UUIDS) == indices
+
+
+def test_each_worker_sees_its_own_gpu() -> None:
+    def seen(**environ: str) -> list[dict[str, str]]:
+        return one_for_each({f"{name}_VISIBLE_DEVICES": v for name, v in environ.items()}, 2)
+
+    both = [{"CUDA_VISIBLE_DEVICES": gpu, "HIP_VISIBLE_DEVICES": gpu} for gpu in ("4", "6")]
+    assert seen() == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
+    assert seen(CUDA="3, 5,7") == [{"CUDA_VISIBLE_DEVICES": "3"}, {"CUDA_VISIBLE_DEVICES": "5"}]
+    assert seen(CUDA="3,5", HIP="4,6") == both, "HIP_VISIBLE_DEVICES comes first"
+    assert seen(CUDA="3,5", HIP="") == seen(CUDA="3,5"), "an empty one does not count"
+    with pytest.raises(ConfigError, match="with 2 workers and HIP_VISIBLE_DEVICES='4': expected"):
+        seen(CUDA="3,5", HIP="4")
 
 
 def test_where_no_uuid_is_known_names_are_counted() -> None:

@@ -1,14 +1,20 @@
 """Read CUDA_VISIBLE_DEVICES: which GPUs a process may use, and in which order. PURE.
 
-The rules are those of CUDA, as torch implements them (torch/cuda/__init__.py:
-``_parse_visible_devices``, ``_transform_uuid_to_ordinals``, ``_device_count_nvml``).
+On AMD GPUs, HIP_VISIBLE_DEVICES comes before it. The rules are those of CUDA, as torch implements
+them (torch/cuda/__init__.py: ``_parse_visible_devices``,
+``_transform_uuid_to_ordinals``, ``_device_count_nvml``).
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.words import counted
 
 MIG = "MIG-"
 """Prefix of the name of a GPU slice. CUDA uses one slice, even if more are listed."""
+CUDA, HIP = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
+"""Environment variables that list the GPUs of a process."""
 _UUID = "GPU-"
 _NUMBER = re.compile(r"\+?\d+", re.ASCII)
 
@@ -52,6 +58,29 @@ def count(given: str, uuids: Sequence[str]) -> int:
         return len(found)
     names = _named(given, _UUID)
     return len(_numbered(given) if names is None else names)
+
+
+def one_for_each(environ: Mapping[str, str], nproc: int) -> list[dict[str, str]]:
+    """Return the variables with which each worker sees its own GPU only, by local rank.
+
+    As in torchrun 2.15, HIP_VISIBLE_DEVICES is set only if the agent has it, too.
+
+    Args:
+        environ: Environment of the agent.
+        nproc: Number of workers on this node.
+
+    Raises:
+        ConfigError: The agent's own variable lists fewer devices than there are workers.
+    """
+    name = HIP if environ.get(HIP) else CUDA
+    given = environ.get(name)
+    devices = [str(rank) for rank in range(nproc)] if given is None else given.split(",")
+    if len(devices) < nproc:
+        raise ConfigError(
+            f"--virtual-local-rank with {counted(nproc, 'worker')} and {name}={given!r}: "
+            "expected a device for each worker"
+        )
+    return [dict.fromkeys((CUDA, name), device.strip()) for device in devices[:nproc]]
 
 
 def _named(given: str, prefix: str) -> list[str] | None:

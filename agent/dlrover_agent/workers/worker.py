@@ -16,6 +16,7 @@ from dlrover_agent.warm import tcpstore
 from dlrover_agent.warm.pool import ForkedProcess
 from dlrover_agent.workers.logs import LogFiles, Logs, StreamPump
 from dlrover_agent.workers.streams import OutputDestination
+from dlrover_agent.workers.visible_devices import one_for_each
 from dlrover_py.process.blocking import shared_writer
 from dlrover_py.process.identity import ProcessId
 from dlrover_py.protocol import names
@@ -228,9 +229,8 @@ class WorkerFactory:
             names.ENV_LOADER: "" if a.loader is None else a.loader.model_dump_json(),
         }
         if self._command.virtual_local_rank:
-            visible = self._command.environ.get("CUDA_VISIBLE_DEVICES")
-            gpus = [str(local_rank)] * (local_rank + 1) if visible is None else visible.split(",")
-            env |= {"LOCAL_RANK": 0, "CUDA_VISIBLE_DEVICES": gpus[local_rank].strip()}
+            gpus = one_for_each(self._command.environ, self._command.nproc)
+            env |= {"LOCAL_RANK": 0, **gpus[local_rank]}
         # An environment can hold neither a NUL nor a longer value.
         return {name: str(value).replace("\0", "")[:MAX_VALUE] for name, value in env.items()}
 
@@ -279,7 +279,8 @@ _MASKS = (b"SigBlk:", b"SigIgn:", b"SigCgt:")
 
 def per_rank(command: Command) -> tuple[str, ...]:
     """Return the names of the environment variables that differ between a command's workers."""
-    return (*PER_RANK, "CUDA_VISIBLE_DEVICES") if command.virtual_local_rank else PER_RANK
+    gpus = one_for_each(command.environ, 1)[0] if command.virtual_local_rank else ()
+    return (*PER_RANK, *gpus)
 
 
 def base_environment(command: Command, run_id: str, sdk_socket: Path) -> dict[str, str]:
