@@ -453,11 +453,13 @@ def test_each_death_has_a_class_and_short_evidence(
 # --- where it is shown ---
 
 
-def test_the_summary_at_the_end_has_cause_and_advice() -> None:
+def test_cause_and_advice_follow_the_summary_which_is_torchruns() -> None:
     failure = death(stderr_tail=raised("OSError: [Errno 5] Input/output error"))
-    box = summary("train.py", [WorkerDeath(failure, datetime.now(UTC), "", "")], "here")
-    assert "  cause     : storage (sure): OSError: [Errno 5] Input/output error\n" in box
-    assert "  what to do: Check that storage is mounted" in box
+    told = summary("train.py", [WorkerDeath(failure, datetime.now(UTC), "", "")], "here")
+    end, cause, advice = told.splitlines()[-3:]
+    assert set(end) == {"="}
+    assert cause == "cause: storage (sure): OSError: [Errno 5] Input/output error"
+    assert advice.startswith("what to do: Check that storage is mounted")
 
 
 def test_the_first_cause_is_told_and_counted_and_not_the_broken_connection() -> None:

@@ -79,6 +79,8 @@ def cause_first(deaths: Sequence[WorkerDeath]) -> list[WorkerDeath]:
 def summary(name: str, deaths: Sequence[WorkerDeath], host: str) -> str:
     """Return the summary of failures in the format that torchrun prints at its end.
 
+    Two lines follow, which torchrun does not have: the class of the first failure, and what to do.
+
     The format is that of torch/distributed/elastic/multiprocessing/errors/__init__.py:
     ChildFailedError.format_msg.
 
@@ -89,9 +91,6 @@ def summary(name: str, deaths: Sequence[WorkerDeath], host: str) -> str:
     """
     lost = any(death.failure.kind is not FailureKind.PEER for death in deaths)
     entries = [_entry(i, death, host, lost) for i, death in enumerate(deaths)]
-    if (cause := deaths[0].failure.cause) is not None:
-        known = f"{cause.failure_class} ({cause.confidence}): {cause.evidence}"
-        entries[0] += f"\n  {'cause':<10}: {known}\n  {'what to do':<10}: {cause.advice}"
     title = f"{name} FAILED"
     width = max(len(line) for text in (title, *entries) for line in text.split("\n"))
     width = min(width, _MAX_COLUMNS)
@@ -100,7 +99,11 @@ def summary(name: str, deaths: Sequence[WorkerDeath], host: str) -> str:
         *("=" * width, title, "-" * width, "Failures:", others, "-" * width),
         *("Root Cause (first observed failure):", entries[0], "=" * width),
     )
-    return "\n".join(parts) + "\n"
+    text = "\n".join(parts) + "\n"
+    if (cause := deaths[0].failure.cause) is not None:
+        text += f"cause: {cause.failure_class} ({cause.confidence}): {cause.evidence}\n"
+        text += f"what to do: {cause.advice}\n"
+    return text
 
 
 def _entry(index: int, death: WorkerDeath, host: str, lost: bool) -> str:
