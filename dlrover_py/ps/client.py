@@ -409,7 +409,18 @@ class PsClient:
             return
         self._seq += 1
         self._open[self._seq] = request
-        self._send_parts(self._requests.start(self._seq, request.buckets, time.monotonic()))
+        parts = self._requests.start(self._seq, request.buckets, time.monotonic())
+        self._send_parts(self._without_lost(parts))
+
+    def _without_lost(self, parts: list[SendPart]) -> list[SendPart]:
+        """Fail the requests for lost rows; return the parts of all others."""
+        lost = self._requests.lost()
+        for seq in lost:
+            self._fail(seq, DataLossError(
+                "all copies of some rows are lost: their servers have died; start the workers "
+                "again, and go back to the last cut of all rows with ps.restore()"
+            ))  # fmt: skip
+        return [part for part in parts if part.seq not in lost]
 
     def _send_parts(self, parts: list[SendPart]) -> None:
         for one in parts:
@@ -474,13 +485,7 @@ class PsClient:
             socket = self._servers.pop(gone)
             self._poller.unregister(socket)
             socket.close()
-        for seq in self._requests.lost():
-            self._fail(seq, DataLossError(
-                "all copies of some rows are lost: their servers have died; start the workers "
-                "again, and go back to the last cut of all rows with ps.restore()"
-            ))  # fmt: skip
-            parts = [part for part in parts if part.seq != seq]
-        self._send_parts(parts)
+        self._send_parts(self._without_lost(parts))
         if not self._joined:
             self._joined = True
             self._before = current.clients.get(self.name, 0)
