@@ -17,17 +17,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrover_agent.workers.failure_classes import MAX_EVIDENCE, XIDS, DeathFacts, classify
-from dlrover_agent.workers.failures import WorkerDeath, describe, summary
+from dlrover_agent.workers.failures import WorkerDeath, summary
 from dlrover_py.protocol.agents import (
     Confidence,
     FailureCause,
     FailureClass,
     FailureKind,
-    WorkerFailure,
 )
 from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.status import JobPhase
 from tests.builders import elastic_job, running
+from tests.unit.test_failures import death
 from tests.unit.test_metrics import values
 
 SURE, LIKELY, GUESS = Confidence.SURE, Confidence.LIKELY, Confidence.GUESS
@@ -38,21 +38,6 @@ Traceback (most recent call last):
     sample["label"]
 KeyError: 'label'
 """
-
-
-def death(**given: Any) -> WorkerFailure:
-    fields: dict[str, Any] = {
-        "exit_code": 1,
-        "local_rank": 1,
-        "rank": 5,
-        "pid": 4711,
-        "error_file": "",
-        "stderr_tail": "",
-        "step": 417,
-        "ran_s": 2.5,
-    }
-    failure = describe(**(fields | given))
-    return WorkerFailure.model_validate_json(failure.model_dump_json())
 
 
 def cause(**given: Any) -> FailureCause:
