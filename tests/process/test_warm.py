@@ -150,22 +150,24 @@ def test_a_module_of_the_scripts_folder_comes_first(place: Place, library: Libra
         eventually(lambda: starts(run, 2) == ["cold own"], "the script's own is imported")
 
 
-def test_an_import_that_cannot_be_shared_is_left_to_each_worker(
+def test_imports_that_cannot_be_shared_are_left_to_each_worker(
     place: Place, library: Library
 ) -> None:
+    """All are found at once, with a module that imports one of them when others have done so."""
     library.write(
         "threads",
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()",
     )
     library.write("ranks", "import os\nRANK = os.environ.get('RANK')")
+    library.write("above_ranks", "import ranks")
     flags = ("--nproc-per-node=2",)
     with job(
         place, script=SCRIPT, args=("unfit",), replicas=1, flags=flags, env=library.env
     ) as run:
         run.running(1)
         until_ready(run)
-        blamed = [name for line in said(run, "zygote_unfit") for name in line["without"]]
-        assert sorted(blamed) == ["ranks", "threads"]
+        (unfit,) = said(run, "zygote_unfit")
+        assert unfit["without"] == ["above_ranks", "ranks", "threads"]
         kill_worker(run)
         eventually(lambda: len(starts(run, 2)) == 2, "both are forked")
         assert sorted(starts(run, 2)) == ["warm 0 2", "warm 1 2"]

@@ -1,7 +1,7 @@
 """Says whether it was started warm or cold, and the VERSION of fakelib; waits for a signal.
 
 python say_warmth.py
-python say_warmth.py unfit   also imports threads and ranks: says the rank, and how many threads run
+python say_warmth.py unfit   imports what no zygote may have: says the rank, and how many threads run
 python say_warmth.py secret  sets SECRET before the import of fakelib: says what it was, and VERSION
 python say_warmth.py later   imports the module later, once the file "now" exists
 python say_warmth.py cuda    fails if it was started warm, as CUDA does that a fork has broken
@@ -23,9 +23,11 @@ found = [fakelib.VERSION]
 if "secret" in sys.argv:
     found = [before, fakelib.VERSION]
 if "unfit" in sys.argv:
+    import above_ranks  # type: ignore[import-not-found]
     import ranks  # type: ignore[import-not-found]
     import threads  # type: ignore[import-not-found]
 
+    assert above_ranks
     assert threads
     found = [ranks.RANK, threading.active_count()]
 how = "warm" if warm else "cold"

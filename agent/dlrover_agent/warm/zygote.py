@@ -27,6 +27,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 from dlrover_agent.warm import script
+from dlrover_agent.warm.import_graph import ImportGraph
 from dlrover_py.process.identity import ignore_sent_to_all, signal_at_parents_end
 from dlrover_py.protocol.zygote import (
     LENGTH,
@@ -222,37 +223,40 @@ class Zygote:
     def _build(self) -> ZygoteFitness:
         """Import what the recipe lists, and find out whether workers can be forked.
 
-        An import that fails is skipped, because the script's own import will fail, too. The first
-        reason against forks ends the build; the result then lists the modules at fault, if they are
-        known.
+        An import that fails is skipped, because the script's own import will fail, too. The result
+        lists the modules that forbid forks, if they are known, with all modules that import them.
         """
         for what, _, origin in self._orders.recipe:
             if what == "import" and origin is not None:
                 self._remember_file(origin)
         before, held = dict(os.environ), _shared_resources()
         by_script: dict[str, str | None] = {}
-        threads_by: list[str] = []
-        with _watched_environment(frozenset(self._orders.per_rank)) as looked:
+        faults: dict[str, str] = {}
+        graph = ImportGraph()
+        per_rank = frozenset(self._orders.per_rank)
+        with _rare_collections(), graph, _watched_environment(per_rank) as looked:
             for what, name, value in self._orders.recipe:
                 if what == "env":
                     by_script[name] = value
                     _set_variable(name, value)
                 if what != "import":
                     continue
-                threads = _threads()
                 try:
                     importlib.import_module(name)
                 except Exception:  # noqa: BLE001 - the script's own import will fail, too
                     continue
-                if looked:
-                    key, chain = looked[0]
-                    return ZygoteFitness(f"{chain[0]} reads {key} when it is imported", blame=chain)
-                if _threads() > threads:
-                    threads_by.append(name)
+                graph.find_threads(name)
                 found = _origin(sys.modules.get(name), value)
                 if value is not None and found != value:
-                    where = f"{name} comes from {found}, and in the script from {value}"
-                    return ZygoteFitness(where, blame=[name])
+                    faults[name] = f"{name} comes from {found}, and in the script from {value}"
+        faults |= {chain[0]: f"{chain[0]} reads {key} when it is imported" for key, chain in looked}
+        _fork_once()
+        starters = graph.starters_of_threads()
+        faults |= {name: f"threads of {name} survive a fork" for name in starters}
+        if faults:
+            chains = [name for _, chain in looked for name in chain]
+            blame = graph.with_importers([*faults, *chains])
+            return ZygoteFitness("; ".join(faults.values()), blame)
         for name in {*os.environ, *by_script}:
             if os.environ.get(name) == by_script.get(name, before.get(name)):
                 _set_variable(name, before.get(name))
@@ -268,15 +272,15 @@ class Zygote:
             return ZygoteFitness(f"an import has opened {', '.join(sorted(new))}")
         if logging.root.handlers:
             return ZygoteFitness("an import has configured logging")
-        return self._test_fork(threads_by)
+        return self._test_fork()
 
     def _remember_file(self, origin: str) -> None:
         """Remember the state of a module's file."""
         if origin not in self._files and (state := _file_state(origin)) is not None:
             self._files[origin] = state
 
-    def _test_fork(self, threads_by: list[str]) -> ZygoteFitness:
-        """Test a fork. ``threads_by`` has the modules that started threads.
+    def _test_fork(self) -> ZygoteFitness:
+        """Test a fork.
 
         The objects of the zygote are kept from garbage collection from now on.
         """
@@ -285,12 +289,7 @@ class Zygote:
         gc.collect()
         # Otherwise a child's garbage collector would write to every page, and so copy it.
         gc.freeze()
-        fault = _probe()
-        if not fault and _threads() > 1:
-            # Thread pools with fork handlers have ended their threads before the fork.
-            fault = f"threads of {', '.join(threads_by)} survive a fork"
-            return ZygoteFitness(fault, blame=threads_by)
-        return ZygoteFitness(fault, modules=len(sys.modules))
+        return ZygoteFitness(_probe(), modules=len(sys.modules))
 
     # --- Requests ---
 
@@ -409,6 +408,14 @@ def _renew_random_state() -> None:
         logs._startTime = time.time_ns() if whole else time.time()
 
 
+def _fork_once() -> None:
+    """Fork a child that does nothing, so that pools with fork handlers end their threads."""
+    pid = _fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
 def _probe() -> str:
     """Test in a forked child what workers do; return what is wrong, or empty text.
 
@@ -480,6 +487,22 @@ def _watched_environment(
         os.environ.__class__ = plain
 
 
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Collect garbage rarely within the context, unless a module sets its own thresholds.
+
+    Imports make many objects that stay. To look through them again and again costs a fifth of the
+    time that ``import torch`` takes.
+    """
+    usual, rare = gc.get_threshold(), (1_000_000, 50, 50)
+    gc.set_threshold(*rare)
+    try:
+        yield
+    finally:
+        if gc.get_threshold() == rare:
+            gc.set_threshold(*usual)
+
+
 def _shared_resources() -> set[str]:
     """Return the resources that forked children would share, unlike new processes.
 
@@ -549,11 +572,6 @@ def _importable(folder: str) -> set[str]:
     except OSError:
         pass
     return names
-
-
-def _threads() -> int:
-    """Return the number of threads of this process."""
-    return len(os.listdir("/proc/self/task"))
 
 
 def _children() -> str:
