@@ -1,7 +1,7 @@
 """Says whether it was started warm or cold, and the VERSION of fakelib; waits for a signal.
 
 python say_warmth.py
-python say_warmth.py unfit   imports what no zygote may have: says the rank, and how many threads run
+python say_warmth.py unfit   imports what no zygote may have: says rank, and how many threads run
 python say_warmth.py secret  sets SECRET before the import of fakelib: says what it was, and VERSION
 python say_warmth.py later   imports the module later, once the file "now" exists
 python say_warmth.py cuda    fails if it was started warm, as CUDA does that a fork has broken
