@@ -1,6 +1,7 @@
 """``dlrover ps …``: run the servers of a parameter server, and export what they have saved."""
 
 import contextlib
+import os
 import signal
 import subprocess
 import tempfile
@@ -10,6 +11,7 @@ from typing import Any
 
 import click
 
+from dlrover_py.protocol import names
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.words import counted
 
@@ -116,6 +118,30 @@ def serve(
             for number, handler in before.items():
                 signal.signal(number, handler)
         return code if code >= 0 else 128 - code
+
+
+@ps.command()
+def server() -> None:
+    """Serve rows as a node of the role ps. It is the command of that role in a job file.
+
+    The job says in DLROVER_PS where its master is. SIGTERM makes the server give its rows away.
+
+    \f
+
+    Raises:
+        ConfigError: It was not started by a job, or a library is missing.
+    """
+    with _libraries():
+        from dlrover_py.ps import server as servers
+        from dlrover_py.ps.settings import read_access
+    node, access = os.environ.get(names.ENV_NODE_ID, ""), os.environ.get(names.ENV_PS)
+    if access is None or not names.is_server(node):
+        raise ConfigError(
+            "this is the command of the role ps of an ElasticJob, which starts it: use "
+            "`dlrover job run`, or `dlrover ps serve` without a job file"
+        )
+    lifeline = os.environ.get(names.ENV_LIFELINE_FD, "-1")
+    servers.serve(read_access(Path(access)), node, int(lifeline))
 
 
 @ps.command()

@@ -4,15 +4,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self
+from typing import Self
 
 import msgspec
 
 from dlrover_py.process.blocking import read_regular
 from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.names import ENV_PS
 from dlrover_py.ps.wire import JobAccess
 
-ENV_PS: Final = "DLROVER_PS"
 MAX_ACCESS_BYTES = 65536
 
 
@@ -21,7 +21,7 @@ class Settings:
     """What a worker knows of its parameter server."""
 
     access: Path | None = None
-    """The file that ``dlrover ps serve`` has written (``DLROVER_PS``)."""
+    """The file that says where the servers are (``DLROVER_PS``)."""
     rank: str = "0"
     """Global rank of this worker (``RANK``)."""
     world: int = 1

@@ -135,6 +135,17 @@ class ReplacementSlot(_JournalModel):
     """Number of nodes in a row that ended before their first report."""
 
 
+class ServersRecord(_JournalModel):
+    """The nodes of the role ``ps``. An id is never used again: its rows end with its process."""
+
+    nodes: dict[NodeId, str] = Field(default_factory=dict)
+    """All servers that are not gone, each with why it leaves; empty if it does not."""
+    next: Count = 0
+    """Number of the next server."""
+    lost: Count = 0
+    """Number of servers that were lost lately."""
+
+
 WRITTEN_LATER = {"events", "max_step", "next_event", "reason"}
 """Fields that change often and whose loss does no harm: they are written with the next change."""
 
@@ -210,6 +221,8 @@ class DurableState:
     """Lease queues of the datasets with dynamic shards, by name."""
     scaling: ScalingRecord = Field(default_factory=ScalingRecord)
     """The size that the job has chosen, and what it was chosen from."""
+    servers: ServersRecord = Field(default_factory=ServersRecord)
+    """The servers of the parameter server."""
     snapshots: Count = 0
     """Number of the newest snapshot of all ranks."""
     snapshot_request: str = ""
