@@ -1,7 +1,6 @@
 """``dlrover ps …``: run the servers of a parameter server, and export what they have saved."""
 
 import contextlib
-import os
 import signal
 import subprocess
 import tempfile
@@ -11,7 +10,6 @@ from typing import Any
 
 import click
 
-from dlrover_py.protocol import names
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.words import counted
 
@@ -132,16 +130,10 @@ def server() -> None:
         ConfigError: It was not started by a job, or a library is missing.
     """
     with _libraries():
-        from dlrover_py.ps import server as servers
-        from dlrover_py.ps.settings import read_access
-    node, access = os.environ.get(names.ENV_NODE_ID, ""), os.environ.get(names.ENV_PS)
-    if access is None or not names.is_server(node):
-        raise ConfigError(
-            "this is the command of the role ps of an ElasticJob, which starts it: use "
-            "`dlrover job run`, or `dlrover ps serve` without a job file"
-        )
-    lifeline = os.environ.get(names.ENV_LIFELINE_FD, "-1")
-    servers.serve(read_access(Path(access)), node, int(lifeline))
+        from dlrover_py.ps.server import serve as serve_rows
+        from dlrover_py.ps.settings import NodeSettings, read_access
+    node = NodeSettings.from_environment()
+    serve_rows(read_access(node.access), node.id, node.lifeline)
 
 
 @ps.command()

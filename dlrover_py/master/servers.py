@@ -38,7 +38,7 @@ class ServerMap:
         self._token = hashlib.blake2b(token.encode(), digest_size=16, person=b"dlrover-ps")
         self._present: frozenset[str] | None = None
         self._over = threading.Event()
-        self._coordinator: "Coordinator | None" = None
+        self._coordinator: Coordinator | None = None
 
     def tell(self, servers: frozenset[str]) -> None:
         """Have the coordinator take note, soon, of all servers that exist."""

@@ -96,7 +96,8 @@ class ParameterServer:
             until = min(alive_at, tick_at) - time.monotonic()
             if self._transfers(time.monotonic()):
                 until = min(until, BUSY_S)
-            self._stopped |= self._lifeline in dict(self._poller.poll(max(0, int(until * 1000))))
+            if self._lifeline in dict(self._poller.poll(max(0, int(until * 1000)))):
+                break
             self._receive(self._coordinator, from_coordinator=True)
             self._receive(self._inbox, from_coordinator=False)
             now = time.monotonic()

@@ -46,7 +46,9 @@ class Servers:
             record.next = max(record.next, number + 1)
             self.state.changed()
             self.live.emit(DeleteNode(seen.node, 0.0, "it is not a server of this job"))
-        elif seen.leaving and not record.nodes[seen.node]:
+            return
+        self.live.servers[seen.node] = seen
+        if seen.leaving and not record.nodes[seen.node]:
             self._leave(seen.node, seen.leaving)
 
     def nodes_listed(self, listed: frozenset[NodeId]) -> None:
@@ -141,6 +143,7 @@ class Servers:
     def _gone(self, node: NodeId, message: str, *, lost: bool = False) -> int:
         del self.state.servers.nodes[node]
         self._asked.pop(node, None)
+        self.live.servers.pop(node, None)
         self.state.changed()
         reason = EventReason.NODE_LOST if lost else EventReason.NODE_LEFT
         return self.log.record(reason, message, node=node, warning=lost)

@@ -22,7 +22,7 @@ from pydantic import dataclasses as records
 
 from dlrover_py.master.core.autotune import TunerRecord
 from dlrover_py.master.core.checkpoints import CheckpointRecord, Checkpoints
-from dlrover_py.master.core.events import Assign, Effect, Kind, Rules
+from dlrover_py.master.core.events import Assign, Effect, Kind, NodeSeen, Rules
 from dlrover_py.master.core.health import Health, JobHealthRecord
 from dlrover_py.master.core.hosts import Hosts, Strikes
 from dlrover_py.master.core.nodes import NodeRecord, Nodes, ReportPace, pace
@@ -416,6 +416,8 @@ class TransientState:
     """Further nodes for which the platform has room; None if it has not said."""
     scaling_reason: tuple[ConditionReason, str] | None = None
     """Why the job has its size; None if it neither scales by itself nor has an allocation."""
+    servers: dict[NodeId, NodeSeen] = field(default_factory=dict)
+    """What the platform has said last of each server."""
     speed: MeasuredSpeed | None = None
     """The speed by the number of nodes; None if none was measured."""
     snapshot: int = 0
