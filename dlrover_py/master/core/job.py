@@ -80,9 +80,7 @@ class Job:
             state: The durable state that an earlier master has left; this job takes it over.
         """
         begins, name = state is None, spec.metadata.name
-        if state is None:
-            state = DurableState.begin(name, term, wall)
-        self.state = state
+        self.state = state = state or DurableState.begin(name, term, wall)
         self.live = live = make_transient(state, spec, rules, now=now, wall=wall)
         self.log = EventLog(state, live)
         context = CoreContext(state, live, self.log)
