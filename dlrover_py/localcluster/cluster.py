@@ -57,7 +57,7 @@ from dlrover_py.protocol.errors import (
     ExitCode,
     FileLimitError,
 )
-from dlrover_py.protocol.job import OWN_ENV, Container, ElasticJob, explain
+from dlrover_py.protocol.job import OWN_ENV, ElasticJob, explain
 from dlrover_py.protocol.local import (
     MAX_STATUS,
     CallDone,
@@ -67,7 +67,7 @@ from dlrover_py.protocol.local import (
     Verb,
     WatchEvent,
 )
-from dlrover_py.protocol.names import NodeId, is_server
+from dlrover_py.protocol.names import NodeId, is_server, role_of
 from dlrover_py.protocol.reasons import ENDED_BY_USER, EventReason
 from dlrover_py.protocol.status import (
     Condition,
@@ -240,8 +240,8 @@ class LocalCluster:
     _listener: socket.socket | None = None
     """Listening socket of the API."""
     _sockets: tuple[socket.socket, ...] | None = None
-    """Listening sockets of the master: for agents, for health checks, and for the servers and
-    clients of a parameter server, if the job has one. They outlive a master."""
+    """Listening sockets of the master: for agents, health checks, and a parameter server if the job
+    has one. They outlive a master."""
     _lifeline: tuple[int, int] = (-1, -1)
     """Read end and write end of a pipe. Each process inherits the read end, which reports
     end-of-file when this process ends.
@@ -311,9 +311,7 @@ class LocalCluster:
             paths.logs.mkdir(exist_ok=True)
             paths.token.touch(mode=0o600)
             paths.token.write_text(secrets.token_urlsafe(24))
-            cluster._listener, cluster._sockets, cluster._lifeline = _endpoints(
-                paths.socket, 2 if job.servers is None else 3
-            )
+            cluster._listener, cluster._sockets, cluster._lifeline = _endpoints(paths.socket, job)
             _keep_job(paths, job)
         except (OSError, DLRoverError) as error:
             if cluster._run_lock >= 0:  # the folder is this user's
@@ -396,7 +394,6 @@ class LocalCluster:
         """End everything: the nodes with a grace period, then by force; the master last.
 
         First the master gets ``MASTER_STOPS_S`` seconds at most to publish the end of the job.
-        Servers of a parameter server are killed when all other nodes have ended.
         Frozen nodes are killed immediately. Others get SIGTERM, and SIGKILL after ``grace_s``,
         whose effect is not awaited. If the master publishes no end, the last status is made here.
 
@@ -416,7 +413,7 @@ class LocalCluster:
                     await self.changed.wait()
         self.stopping = True
         running = [n for n in self.nodes.values() if n.host and not n.ended]
-        workers = [node for node in running if not is_server(node.id)]
+        workers = [node for node in running if not is_server(node.id)]  # they may still push
         for node in workers:
             if node.frozen:
                 self._post_signal(node.mark, signal.SIGKILL)
@@ -490,9 +487,9 @@ class LocalCluster:
     def delete_node(self, node_id: NodeId, grace_s: float) -> None:
         """Request the end of a node: SIGTERM, then SIGKILL after ``grace_s`` seconds.
 
-        With 0 the node gets no SIGTERM, and is killed even if it was deleted before. The call
-        returns before the node has ended. Otherwise nothing happens if the node was deleted before,
-        and also if it is unknown or has ended. A frozen node gets no SIGTERM.
+        With 0 the node gets no SIGTERM. The call returns before the node has ended. Nothing happens
+        if the node is unknown or has ended, or if it was deleted before and the grace is not 0. A
+        frozen node gets no SIGTERM.
         Once it is thawed, it has the longer of this time and ``THAWED_S`` to end by itself.
         """
         node = self.nodes.get(node_id)
@@ -506,8 +503,6 @@ class LocalCluster:
         elif node.deadline is None or not grace_s:
             if grace_s:
                 self._ask_to_end(node)
-            elif node.deadline is not None:
-                node.deadline.cancel()
             loop = asyncio.get_running_loop()
             node.deadline = loop.call_later(grace_s, self._post_signal, node.mark, signal.SIGKILL)
 
@@ -719,7 +714,7 @@ class LocalCluster:
             self._end(node, why, ExitCode.USAGE)
             return
         except (OSError, ValueError) as error:
-            program = self._container(node).command[0]
+            program = self.job.container_of(node.id).command[0]
             reason = error.strerror if isinstance(error, OSError) else error
             if isinstance(error, OverdueError):
                 reason = f"{error} from the disk of the program or of its folder"
@@ -733,13 +728,6 @@ class LocalCluster:
             self._publish_node(node)
         await self._wait_for_end(node, node.process)
 
-    def _container(self, node: _NodeProcess) -> Container:
-        """Return the container of a node's role."""
-        servers = self.job.servers
-        if is_server(node.id) and servers is not None:
-            return servers.container()
-        return self.job.worker.container()
-
     def _agent_log(self, node: _NodeProcess) -> Path:
         """Return the path of an agent's log."""
         return self.paths.logs / node.id / "agent.log"
@@ -749,7 +737,7 @@ class LocalCluster:
 
         The call blocks. The node gets its mark and the folder of its shared memory here.
         """
-        container, role = self._container(node), "ps" if is_server(node.id) else "worker"
+        job, container = self.job, self.job.container_of(node.id)
         node.mark = secrets.token_hex(12)
         env = self.environ | {
             names.ENV_MASTER_ADDR: self.master_addr,
@@ -762,9 +750,9 @@ class LocalCluster:
             names.ENV_LOG_DIR: str(self.paths.logs),
             names.ENV_LIFELINE_FD: str(self._lifeline[0]),
             "NODE_NUM": str(self.job.worker.replicas),
-            "POD_NAME": f"{self.job.metadata.name}-edljob-{role}-{node.id.lstrip('nps')}",
+            "POD_NAME": f"{job.metadata.name}-edljob-{role_of(node.id)}-{node.id.lstrip('nps')}",
         }
-        if self.job.servers is not None:
+        if job.servers is not None:
             env[names.ENV_PS] = str(self.paths.runtime / names.PS_ACCESS_FILE)
         # All nodes share this machine's cores; a Pod has its own.
         cores = len(os.sched_getaffinity(0)) // max(1, self.job.worker.replicas)
@@ -1116,7 +1104,7 @@ def _remove_unused(paths: JobPaths) -> None:
 
 
 def _endpoints(
-    path: Path, count: int
+    path: Path, job: ElasticJob
 ) -> tuple[socket.socket, tuple[socket.socket, ...], tuple[int, int]]:
     """Open the listening socket of the API at a path, those of the master, and the lifeline.
 
@@ -1124,7 +1112,7 @@ def _endpoints(
 
     Args:
         path: the path.
-        count: number of sockets of the master.
+        job: the job; its master needs a third socket for a parameter server.
 
     Raises:
         ConfigError: one of them cannot be made.
@@ -1135,7 +1123,7 @@ def _endpoints(
         with contextlib.ExitStack() as opened:
             servers = [
                 opened.enter_context(socket.create_server(("127.0.0.1", 0), backlog=4096))
-                for _ in range(count)
+                for _ in range(2 if job.servers is None else 3)
             ]
             lifeline = os.pipe()
             for fd in lifeline:

@@ -25,7 +25,7 @@ from dlrover_py.master.loop import Clock
 from dlrover_py.master.platform import Platform
 from dlrover_py.master.platform.local import LocalPlatform
 from dlrover_py.master.platform.static import StaticPlatform
-from dlrover_py.master.servers import ServerMap
+from dlrover_py.master.servers import ServerMap, ServerPlace
 from dlrover_py.master.settings import Settings
 from dlrover_py.process.token_file import read_token
 from dlrover_py.protocol import json_text
@@ -155,9 +155,8 @@ async def _run(
                 raise ConfigError("--state-dir is needed: a folder for the journal")
             store = FileJournalStore(args.state_dir / JOURNAL_FILE)
             if args.ps_fd is not None:
-                servers = ServerMap(
-                    inherited(args.ps_fd), args.ps_access, args.state_dir / PS_MAP_FILE, token
-                )
+                place = inherited(args.ps_fd), args.ps_access, args.state_dir / PS_MAP_FILE
+                servers = ServerMap(ServerPlace(*place, token))
             platform = (
                 LocalPlatform(args.cluster)
                 if args.cluster

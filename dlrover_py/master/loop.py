@@ -253,9 +253,8 @@ class Loop:
         servers: ServerMap | None = None,
     ) -> None:
         self._platform, self._store, self._rules = platform, store, rules
-        self._servers = servers
         self._publish_s, self._evidence = publish_s, evidence or EvidenceStore(None)
-        self._clock = clock or Clock()
+        self._clock, self._servers = clock or Clock(), servers or ServerMap()
         self._job: Job | None = None
         self._mail: dict[tuple[NodeId, str], AgentReport] = {}
         self._facts: list[Event] = []
@@ -531,12 +530,10 @@ class Loop:
                 self._job = Job.resume(job, self._rules, journal, term=term, now=now, wall=wall)
             bind(job=job.metadata.name, term=self._job.state.term)
             log.info("term_started", extra={"round": self._job.state.round})
-            if self._servers is not None and job.servers is not None:
-                await self._servers.open(job.metadata.name, job.servers)  # before any node begins
+            await self._servers.open(job)  # before a node begins
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
-                if self._servers is not None and job.servers is not None:
-                    tasks.create_task(self._servers.run())
+                tasks.create_task(self._servers.run())
                 tasks.create_task(self._watch())
                 tasks.create_task(self._publish())
                 await self._turn_forever(self._job)
@@ -658,8 +655,7 @@ class Loop:
             case ShardsAnswer(number, leases):
                 self._shard_questions.answer(number, leases)
             case ServersPresent(servers):
-                if self._servers is not None:
-                    self._servers.tell(servers)
+                self._servers.tell(servers)
             case KeepEvidence():
                 self._evidence.keep(effect, lambda kept: self.add_events([kept]))
             case CreateNode(node_id, avoid):

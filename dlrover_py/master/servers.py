@@ -10,10 +10,11 @@ import hashlib
 import socket
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dlrover_py.protocol.job import ServerSpec
+from dlrover_py.protocol.job import ElasticJob, ServerSpec
 
 if TYPE_CHECKING:
     from dlrover_py.ps.coordinator import Coordinator
@@ -22,20 +23,26 @@ TICK_S = 0.05
 """Longest time, in seconds, after which the coordinator takes note of the time."""
 
 
+@dataclass(frozen=True, slots=True)
+class ServerPlace:
+    """What the coordinator of a job needs."""
+
+    listener: socket.socket
+    """The socket at which servers and workers connect."""
+    access: Path
+    """The file to write that tells them where it is."""
+    state: Path
+    """The file of the map."""
+    token: str
+    """The job's token. Workers get another one that is made from it."""
+
+
 class ServerMap:
-    """The owner of the map of a job's servers."""
+    """The owner of the map of a job's servers. In a job without servers, it does nothing."""
 
-    def __init__(self, listener: socket.socket, access: Path, state: Path, token: str) -> None:
-        """Take what the coordinator needs; nothing is begun yet.
-
-        Args:
-            listener: The socket at which servers and workers connect.
-            access: The file to write that tells them where it is.
-            state: The file of the map.
-            token: The job's token. Workers get another one that is made from it.
-        """
-        self._listener, self._access, self._state = listener, access, state
-        self._token = hashlib.blake2b(token.encode(), digest_size=16, person=b"dlrover-ps")
+    def __init__(self, place: ServerPlace | None = None) -> None:
+        """Take the place of the coordinator; None if there can be no servers. Nothing is begun."""
+        self._place = place
         self._present: frozenset[str] | None = None
         self._over = threading.Event()
         self._coordinator: Coordinator | None = None
@@ -44,18 +51,15 @@ class ServerMap:
         """Have the coordinator take note, soon, of all servers that exist."""
         self._present = servers
 
-    async def open(self, job: str, spec: ServerSpec) -> None:
+    async def open(self, job: ElasticJob) -> None:
         """Read the map, and write the file that tells where the coordinator is.
-
-        Args:
-            job: Name of the job.
-            spec: Its role ``ps``.
 
         Raises:
             ConfigError: The map or the directory of cuts cannot be used.
             OSError: The file cannot be written.
         """
-        await asyncio.to_thread(self._open, job, spec)
+        if self._place is not None and job.servers is not None:
+            await asyncio.to_thread(self._open, self._place, job.metadata.name, job.servers)
 
     async def run(self) -> None:
         """Run the coordinator in a thread until this call is cancelled.
@@ -63,12 +67,14 @@ class ServerMap:
         Raises:
             OSError: The map cannot be stored.
         """
+        if self._coordinator is None:
+            return
         try:
-            await asyncio.to_thread(self._serve)
+            await asyncio.to_thread(self._serve, self._coordinator)
         finally:
             self._over.set()
 
-    def _open(self, job: str, spec: ServerSpec) -> None:
+    def _open(self, place: ServerPlace, job: str, spec: ServerSpec) -> None:
         # Imported here: only a job with servers needs these libraries.
         from dlrover_py.ps.cluster_map import AckMode
         from dlrover_py.ps.coordinator import Coordinator
@@ -76,20 +82,20 @@ class ServerMap:
         from dlrover_py.ps.planner import PlanRules
         from dlrover_py.ps.settings import write_access
 
+        token = hashlib.blake2b(place.token.encode(), digest_size=16, person=b"dlrover-ps")
         self._coordinator = Coordinator(
             job,
-            self._token.hexdigest(),
-            self._state,
+            token.hexdigest(),
+            place.state,
             PlanRules(spec.buckets, spec.size, spec.copies, AckMode(spec.ack)),
             time.monotonic(),
             cuts=CutDirectory(spec.checkpoints) if spec.checkpoints is not None else None,
-            listener=self._listener,
+            listener=place.listener,
         )
-        write_access(self._access, self._coordinator.access)
+        write_access(place.access, self._coordinator.access)
 
-    def _serve(self) -> None:
-        coordinator, told = self._coordinator, None
-        assert coordinator is not None
+    def _serve(self, coordinator: "Coordinator") -> None:
+        told = None
         try:
             while not self._over.is_set():
                 coordinator.socket.poll(int(TICK_S * 1000))

@@ -864,6 +864,16 @@ class ElasticJob(_Strict):
         given = self.spec.replica_specs.ps
         return given if given is not None and given.is_ours else None
 
+    def container_of(self, node: str) -> Container:
+        """Return the container that runs a node, which the id of the node tells.
+
+        Raises:
+            ConfigError: there is no such container, or a field that is needed is malformed.
+        """
+        if names.is_server(node) and self.servers is not None:
+            return self.servers.container()
+        return self.worker.container()
+
     def scaled(self, replicas: int) -> Self:
         """Return this job with another desired number of nodes, one generation later.
 

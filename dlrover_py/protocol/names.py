@@ -23,6 +23,11 @@ def is_server(node: str) -> bool:
     return node.startswith(SERVER_PREFIX) and node.removeprefix(SERVER_PREFIX).isdecimal()
 
 
+def role_of(node: str) -> str:
+    """Return the role of a node, which its id tells: ``ps`` or ``worker``."""
+    return SERVER_PREFIX if is_server(node) else ROLE_WORKER
+
+
 _PART = re.compile(r"(\D*)(\d*)")
 
 

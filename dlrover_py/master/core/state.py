@@ -135,6 +135,15 @@ class ReplacementSlot(_JournalModel):
     """Number of nodes in a row that ended before their first report."""
 
 
+class WarmStartRecord(_JournalModel):
+    """What is held against warm starts."""
+
+    suspected: Count = 0
+    """Number of early deaths of forked workers that were attributed to the fork."""
+    disabled: bool = False
+    """Whether the workers of the current round are started cold."""
+
+
 class ServersRecord(_JournalModel):
     """The nodes of the role ``ps``. An id is never used again: its rows end with its process."""
 
@@ -199,10 +208,8 @@ class DurableState:
     """Number of rounds after the first, by kind."""
     failures: dict[str, Count] = Field(default_factory=dict)
     """Number of failures of workers that were a first cause, and of lost nodes, by class."""
-    suspect_warm_starts: Count = 0
-    """Number of early deaths of forked workers that were attributed to the fork."""
-    warm_start_disabled: bool = False
-    """Whether the workers of the current round are started cold."""
+    warm_starts: WarmStartRecord = Field(default_factory=WarmStartRecord)
+    """What is held against warm starts."""
     last_exception: WorkerFailure | None = None
     """The last exception that ended a round, until training is steady again."""
     early_death: str = ""
