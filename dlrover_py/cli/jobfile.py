@@ -3,7 +3,7 @@
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +15,7 @@ from dlrover_py.checkpoint.directory import address
 from dlrover_py.kubernetes.json_yaml import Loader, fault
 from dlrover_py.process.blocking import read_at_most
 from dlrover_py.protocol.errors import ConfigError
-from dlrover_py.protocol.job import SERVERS, TEMPLATE, Container, ElasticJob
+from dlrover_py.protocol.job import SERVERS, TEMPLATE, Container, ElasticJob, ServerSpec
 
 MAX_JOB_FILE_BYTES = 16 << 20
 """Bytes of the largest job file. Kubernetes itself takes no object of more than 3 MiB."""
@@ -210,16 +210,29 @@ def _check_local(job: ElasticJob) -> None:
             "because no image is used on this machine"
         )
     _check_values(where, container)
-    if (servers := job.servers) is not None:
-        _check_values(f"{SERVERS}.template.spec.containers[main]", servers.container())
-        lacking = [name for name in SERVER_LIBRARIES if find_spec(name) is None]
-        if lacking:
-            raise ConfigError(
-                f"{SERVERS}: needs {', '.join(lacking)}, not installed here: install DLRover-Py "
-                "with its extra ps"
-            )
-        if servers.checkpoints is not None:
-            address(servers.checkpoints)
+    if job.servers is not None:
+        check_servers(job.servers)
+
+
+def check_servers(servers: ServerSpec, libraries: Sequence[str] = SERVER_LIBRARIES) -> None:
+    """Check that servers can run on this machine. Nothing is started.
+
+    Args:
+        servers: The role ``ps`` of a job.
+        libraries: The libraries that they need.
+
+    Raises:
+        ConfigError: A library is missing, or a place or a value is not for this machine.
+    """
+    lacking = [name for name in libraries if find_spec(name) is None]
+    if lacking:
+        raise ConfigError(
+            f"{SERVERS}: needs {', '.join(lacking)}, not installed here: install DLRover-Py with "
+            "its extra ps"
+        )
+    _check_values(f"{SERVERS}.template.spec.containers[main]", servers.container())
+    if servers.checkpoints is not None:
+        address(servers.checkpoints)
 
 
 def _check_values(where: str, container: Container) -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from dlrover_py.cli.jobfile import check_servers
 from dlrover_py.master.core.events import (
     CreateNode,
     DeleteNode,
@@ -207,6 +208,18 @@ def test_servers_of_tensorflow_stay_refused(command: list[str]) -> None:
     assert ElasticJob.parse(ours).servers is not None
     with pytest.raises(UnsupportedError, match="one machine only"):
         ElasticJob.read(ours)
+
+
+def test_what_servers_need_is_checked_before_anything_starts() -> None:
+    env = [{"name": "A", "valueFrom": {"fieldRef": {}}}]
+    found = document()
+    found["spec"]["replicaSpecs"]["ps"]["template"]["spec"]["containers"][0]["env"] = env
+    servers = ElasticJob.parse(found).servers
+    assert servers is not None
+    with pytest.raises(ConfigError, match=r"no_such_library, not installed here.*extra ps"):
+        check_servers(servers, ("json", "no_such_library"))
+    with pytest.raises(ConfigError, match=r"replicaSpecs\.ps.*A has valueFrom"):
+        check_servers(servers, ())
 
 
 def test_a_single_server_keeps_one_copy() -> None:
