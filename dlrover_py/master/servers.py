@@ -7,6 +7,7 @@ holds the journal: then no other coordinator runs.
 
 import asyncio
 import hashlib
+import logging
 import socket
 import threading
 import time
@@ -18,6 +19,8 @@ from dlrover_py.protocol.job import ElasticJob, ServerSpec
 
 if TYPE_CHECKING:
     from dlrover_py.ps.coordinator import Coordinator
+
+log = logging.getLogger("master.servers")
 
 TICK_S = 0.05
 """Longest time, in seconds, after which the coordinator takes note of the time."""
@@ -64,8 +67,7 @@ class ServerMap:
     async def run(self) -> None:
         """Run the coordinator in a thread until this call is cancelled.
 
-        Raises:
-            OSError: The map cannot be stored.
+        While the map cannot be stored, it does not change, and the coordinator tries again.
         """
         if self._coordinator is None:
             return
@@ -95,16 +97,22 @@ class ServerMap:
         write_access(place.access, self._coordinator.access)
 
     def _serve(self, coordinator: "Coordinator") -> None:
-        told = None
+        told, problem = None, ""
         try:
             while not self._over.is_set():
                 coordinator.socket.poll(int(TICK_S * 1000))
-                present = self._present
-                if present is not None and present is not told:
-                    told = present
-                    coordinator.present(present)
-                now = time.monotonic()
-                coordinator.receive(now)
-                coordinator.tick(now)
+                present, now = self._present, time.monotonic()
+                try:
+                    if present is not None and present is not told:
+                        told = present
+                        coordinator.present(present)
+                    coordinator.receive(now)
+                    coordinator.tick(now)
+                except OSError as error:  # pushes go on with the map that all have
+                    if problem != (problem := f"the map of the servers: {error}"):
+                        log.error("map_unwritable", extra={"why": problem})
+                    self._over.wait(TICK_S)
+                else:
+                    problem = ""
         finally:
             coordinator.close()

@@ -158,16 +158,20 @@ class Coordinator:
         self.publish()
 
     def publish(self) -> None:
-        """Store the map and send it to all, if it is new."""
+        """Store the map and send it to all, if it is new.
+
+        Raises:
+            OSError: It cannot be stored. Nobody gets it; a later call tries again.
+        """
         if self.planner.map.epoch == self._published:
             return
-        self._published = self.planner.map.epoch
         fresh = self._state.with_suffix(".new")
         with fresh.open("wb") as file:
             file.write(msgspec.json.encode(self.planner.map))
             file.flush()
             os.fsync(file.fileno())
         fresh.rename(self._state)
+        self._published = self.planner.map.epoch
         for route in self._routes:
             self._send(route, m.MapNews(self.planner.map))
 

@@ -120,3 +120,18 @@ def test_a_draining_server_is_known_to_the_next_coordinator() -> None:
     assert not any("b" in one.members for one in after.map.placements)
     after.lost("b")
     assert after.draining == frozenset()
+
+
+def test_a_map_that_cannot_be_stored_is_sent_to_nobody(
+    tmp_path: Path, listener: socket.socket
+) -> None:
+    with coordinator(tmp_path, listener) as made, program(made.access) as ask:
+        assert ask(made, m.WatchMap(-1)).epoch == 0
+        (tmp_path / "map.new").mkdir()
+        with pytest.raises(IsADirectoryError):
+            ask(made, m.JoinClient("w"))
+        made.receive(time.monotonic())
+        with pytest.raises(IsADirectoryError):
+            made.tick(time.monotonic())
+        (tmp_path / "map.new").rmdir()
+        assert ask(made, m.WatchMap(-1)).clients == {"w": 1}
