@@ -144,12 +144,13 @@ PROCESSES: tuple[Process, ...] = (
     ),
     Process(
         name="parameter server",
-        started="`dlrover ps serve`, which has the coordinator of its servers. One that dies is "
-        "replaced.",
-        ends="When the command of `dlrover ps serve` has ended.",
-        killed="`dlrover ps serve`, at its end.",
+        started="`dlrover ps serve`, which has the coordinator of its servers. In a job, the "
+        "cluster process at the master's request. One that dies is replaced.",
+        ends="At SIGTERM, when it has given its rows away. When its starter has ended.",
+        killed="`dlrover ps serve`, at its end. The cluster process, when the workers have ended.",
         lost="Nothing that counts, if another server has copies of its rows.",
-        noticed="`dlrover ps serve` immediately: it promotes the copies.",
+        noticed="`dlrover ps serve`, or the master of the job, immediately: it promotes the "
+        "copies.",
         starters=("dlrover_py/ps/local.py",),
     ),
     Process(

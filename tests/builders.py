@@ -502,7 +502,7 @@ class Bench:
             last = self.journal.last_exception
             self._exceptions = [(last.fingerprint, last.step, last.ran_s)] if last else []
             self._early = self.journal.early_death
-            self._doubts = self.journal.suspect_warm_starts
+            self._doubts = self.journal.warm_starts.suspected
             self._end = self.journal.phase if self.journal.phase.ended else None
             self._round = self.journal.round
             self._events_seen = self.job.state.events[-1].id - 1  # ids may skip, not repeat
@@ -1060,7 +1060,7 @@ class Bench:
                 (f1, s1, _), (f2, s2, _) = self._exceptions[-2:]
                 assert f1 == f2
                 assert s1 == s2
-        assert self.job.state.suspect_warm_starts == self._doubts
+        assert self.job.state.warm_starts.suspected == self._doubts
 
     def _is_free(self, worker: WorkerFailure, *, may_restart: bool) -> bool:
         """Return whether a failure costs nothing, because a fork may be at fault; remember it."""

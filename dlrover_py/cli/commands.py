@@ -218,6 +218,7 @@ def run(
     _print_command_warning(elastic_job)
     if hosts is None:
         hosts = elastic_job.worker.replicas + elastic_job.worker.standby_replicas
+        hosts += elastic_job.servers.size if elastic_job.servers is not None else 0
     from dlrover_py.cli.run import run_job  # it imports the web framework, which takes time
 
     pages = None

@@ -3,20 +3,24 @@
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from dlrover_py.checkpoint.directory import address
 from dlrover_py.kubernetes.json_yaml import Loader, fault
 from dlrover_py.process.blocking import read_at_most
 from dlrover_py.protocol.errors import ConfigError
-from dlrover_py.protocol.job import TEMPLATE, ElasticJob
+from dlrover_py.protocol.job import SERVERS, TEMPLATE, Container, ElasticJob, ServerSpec
 
 MAX_JOB_FILE_BYTES = 16 << 20
 """Bytes of the largest job file. Kubernetes itself takes no object of more than 3 MiB."""
+SERVER_LIBRARIES = ("zmq", "msgspec", "numpy")
+"""Libraries that the master and the servers of a parameter server need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,7 @@ def load_all(path: Path) -> list[JobDocument]:
     for root, document in _parsed(name, text):
         try:
             with _with_line_numbers(name, root):
-                job = ElasticJob.parse(document)
+                job = ElasticJob.parse(document, servers=False)
                 _check_images(job)
                 _check_deadline(job)
             found.append(JobDocument(document, job, _remarks(name, root, job)))
@@ -205,6 +209,34 @@ def _check_local(job: ElasticJob) -> None:
             f"{where}.command: missing; expected a command such as [elastic-run, train.py], "
             "because no image is used on this machine"
         )
+    _check_values(where, container)
+    if job.servers is not None:
+        check_servers(job.servers)
+
+
+def check_servers(servers: ServerSpec, libraries: Sequence[str] = SERVER_LIBRARIES) -> None:
+    """Check that servers can run on this machine. Nothing is started.
+
+    Args:
+        servers: The role ``ps`` of a job.
+        libraries: The libraries that they need.
+
+    Raises:
+        ConfigError: A library is missing, or a place or a value is not for this machine.
+    """
+    lacking = [name for name in libraries if find_spec(name) is None]
+    if lacking:
+        raise ConfigError(
+            f"{SERVERS}: needs {', '.join(lacking)}, not installed here: install DLRover-Py with "
+            "its extra ps"
+        )
+    _check_values(f"{SERVERS}.template.spec.containers[main]", servers.container())
+    if servers.checkpoints is not None:
+        address(servers.checkpoints)
+
+
+def _check_values(where: str, container: Container) -> None:
+    """Raise ConfigError for a variable whose value only Kubernetes has; otherwise do nothing."""
     for variable in container.env:
         if variable.value_from is not None:
             raise ConfigError(

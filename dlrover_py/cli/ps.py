@@ -119,6 +119,24 @@ def serve(
 
 
 @ps.command()
+def server() -> None:
+    """Serve rows as a node of the role ps. It is the command of that role in a job file.
+
+    The job says in DLROVER_PS where its master is. SIGTERM makes the server give its rows away.
+
+    \f
+
+    Raises:
+        ConfigError: It was not started by a job, or a library is missing.
+    """
+    with _libraries():
+        from dlrover_py.ps.server import serve as serve_rows
+        from dlrover_py.ps.settings import NodeSettings, read_access
+    node = NodeSettings.from_environment()
+    serve_rows(read_access(node.access), node.id, node.lifeline)
+
+
+@ps.command()
 @click.argument("directory", metavar="DIR")
 @click.option(
     "--to",

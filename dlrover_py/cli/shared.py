@@ -135,6 +135,11 @@ class SharedCluster:
                 f"{path}: standbyReplicas is {worker.standby_replicas}: expected none, because "
                 "jobs that share a cluster are allotted the nodes of their rounds only"
             )
+        if job.servers is not None:
+            raise ConfigError(
+                f"{path}: found the role ps: expected workers only, because jobs that share a "
+                "cluster are allotted the nodes of their rounds only; use `dlrover job run`"
+            )
         self.jobs[name] = SharedJob(path, job, _wall())
 
     # --- The loop ---

@@ -35,6 +35,7 @@ from dlrover_py.protocol.status import (
     JobStatus,
     NodePhase,
     NodeStatus,
+    ServerStatus,
     StreamStatus,
     summarize,
 )
@@ -332,6 +333,12 @@ def stream_line(stream: StreamStatus) -> str:
     return text + (", ended" if stream.ended else "")
 
 
+def server_line(server: ServerStatus) -> str:
+    """Return the state of a server of a parameter server as one line."""
+    state = f"runs on {server.host}" if server.running else "starts"
+    return f"{server.id} {state}" + (f"; {server.message}" if server.message else "")
+
+
 def description(job_view: JobView, width: int | None = None) -> list[RenderableType]:
     """Return all that is known of a job, with problems first, as parts for rich to print.
 
@@ -363,6 +370,8 @@ def description(job_view: JobView, width: int | None = None) -> list[RenderableT
         parts.append(text(f"template  {line}: {hint}", 10, "yellow"))
     streams = status.streams if status is not None else []
     parts += [text(f"stream    {stream_line(stream)}", 10) for stream in streams]
+    servers = status.servers if status is not None else []
+    parts += [text(f"server    {server_line(server)}", 10) for server in servers]
     parts += [text(f"note      {note}", 10) for note in job_view.notes]
     nodes = status.nodes if status is not None else []
     parts += [Text(""), nodes_table(nodes, job_view.pods, width)] if nodes else []

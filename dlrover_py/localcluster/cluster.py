@@ -67,7 +67,7 @@ from dlrover_py.protocol.local import (
     Verb,
     WatchEvent,
 )
-from dlrover_py.protocol.names import NodeId
+from dlrover_py.protocol.names import NodeId, is_server, role_of
 from dlrover_py.protocol.reasons import ENDED_BY_USER, EventReason
 from dlrover_py.protocol.status import (
     Condition,
@@ -239,8 +239,9 @@ class LocalCluster:
     _watchers: set["asyncio.Queue[WatchEvent]"] = field(default_factory=set)
     _listener: socket.socket | None = None
     """Listening socket of the API."""
-    _sockets: tuple[socket.socket, socket.socket] | None = None
-    """Listening sockets of the master, for agents and for health checks. They outlive a master."""
+    _sockets: tuple[socket.socket, ...] | None = None
+    """Listening sockets of the master: for agents, health checks, and a parameter server if the job
+    has one. They outlive a master."""
     _lifeline: tuple[int, int] = (-1, -1)
     """Read end and write end of a pipe. Each process inherits the read end, which reports
     end-of-file when this process ends.
@@ -310,7 +311,7 @@ class LocalCluster:
             paths.logs.mkdir(exist_ok=True)
             paths.token.touch(mode=0o600)
             paths.token.write_text(secrets.token_urlsafe(24))
-            cluster._listener, cluster._sockets, cluster._lifeline = _endpoints(paths.socket)
+            cluster._listener, cluster._sockets, cluster._lifeline = _endpoints(paths.socket, job)
             _keep_job(paths, job)
         except (OSError, DLRoverError) as error:
             if cluster._run_lock >= 0:  # the folder is this user's
@@ -356,7 +357,7 @@ class LocalCluster:
         assert self._sockets is not None
         loop, pause = asyncio.get_running_loop(), RestartPause(self.timing.probes)
         keep = [s.fileno() for s in self._sockets] + [self._lifeline[0]]
-        argv = _master_argv(self.paths, *keep)
+        argv = _master_argv(self.paths, self._sockets, self._lifeline[0])
         while not self.stopping:
             log_file = self.paths.logs / "master.log"
             start = functools.partial(_spawn, argv, self.environ, Path("/"), log_file, keep)
@@ -412,7 +413,8 @@ class LocalCluster:
                     await self.changed.wait()
         self.stopping = True
         running = [n for n in self.nodes.values() if n.host and not n.ended]
-        for node in running:
+        workers = [node for node in running if not is_server(node.id)]  # they may still push
+        for node in workers:
             if node.frozen:
                 self._post_signal(node.mark, signal.SIGKILL)
                 self._post_signal(node.mark, signal.SIGCONT)
@@ -420,7 +422,7 @@ class LocalCluster:
                 self._ask_to_end(node)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
-                while not all(n.ended for n in running):
+                while not all(n.ended for n in workers):
                     self.changed.clear()
                     await self.changed.wait()
         for node in running:
@@ -486,7 +488,8 @@ class LocalCluster:
         """Request the end of a node: SIGTERM, then SIGKILL after ``grace_s`` seconds.
 
         With 0 the node gets no SIGTERM. The call returns before the node has ended. Nothing happens
-        if the node is unknown, has ended, or was deleted before. A frozen node gets no SIGTERM.
+        if the node is unknown or has ended, or if it was deleted before and the grace is not 0. A
+        frozen node gets no SIGTERM.
         Once it is thawed, it has the longer of this time and ``THAWED_S`` to end by itself.
         """
         node = self.nodes.get(node_id)
@@ -497,7 +500,7 @@ class LocalCluster:
             self._end(node, "it was deleted before it was started", None)
         elif node.frozen:
             node.deferred_grace_s = grace_s
-        elif node.deadline is None:
+        elif node.deadline is None or not grace_s:
             if grace_s:
                 self._ask_to_end(node)
             loop = asyncio.get_running_loop()
@@ -711,7 +714,7 @@ class LocalCluster:
             self._end(node, why, ExitCode.USAGE)
             return
         except (OSError, ValueError) as error:
-            program = self.job.worker.container().command[0]
+            program = self.job.container_of(node.id).command[0]
             reason = error.strerror if isinstance(error, OSError) else error
             if isinstance(error, OverdueError):
                 reason = f"{error} from the disk of the program or of its folder"
@@ -734,7 +737,7 @@ class LocalCluster:
 
         The call blocks. The node gets its mark and the folder of its shared memory here.
         """
-        container = self.job.worker.container()
+        job, container = self.job, self.job.container_of(node.id)
         node.mark = secrets.token_hex(12)
         env = self.environ | {
             names.ENV_MASTER_ADDR: self.master_addr,
@@ -747,8 +750,10 @@ class LocalCluster:
             names.ENV_LOG_DIR: str(self.paths.logs),
             names.ENV_LIFELINE_FD: str(self._lifeline[0]),
             "NODE_NUM": str(self.job.worker.replicas),
-            "POD_NAME": f"{self.job.metadata.name}-edljob-worker-{node.id.lstrip('n')}",
+            "POD_NAME": f"{job.metadata.name}-edljob-{role_of(node.id)}-{node.id.lstrip('nps')}",
         }
+        if job.servers is not None:
+            env[names.ENV_PS] = str(self.paths.runtime / names.PS_ACCESS_FILE)
         # All nodes share this machine's cores; a Pod has its own.
         cores = len(os.sched_getaffinity(0)) // max(1, self.job.worker.replicas)
         env.setdefault("OMP_NUM_THREADS", str(max(1, cores)))
@@ -1099,11 +1104,15 @@ def _remove_unused(paths: JobPaths) -> None:
 
 
 def _endpoints(
-    path: Path,
-) -> tuple[socket.socket, tuple[socket.socket, socket.socket], tuple[int, int]]:
+    path: Path, job: ElasticJob
+) -> tuple[socket.socket, tuple[socket.socket, ...], tuple[int, int]]:
     """Open the listening socket of the API at a path, those of the master, and the lifeline.
 
     After an error none of them is open.
+
+    Args:
+        path: the path.
+        job: the job; its master needs a third socket for a parameter server.
 
     Raises:
         ConfigError: one of them cannot be made.
@@ -1114,7 +1123,7 @@ def _endpoints(
         with contextlib.ExitStack() as opened:
             servers = [
                 opened.enter_context(socket.create_server(("127.0.0.1", 0), backlog=4096))
-                for _ in range(2)
+                for _ in range(2 if job.servers is None else 3)
             ]
             lifeline = os.pipe()
             for fd in lifeline:
@@ -1130,14 +1139,20 @@ def _endpoints(
         if error.errno == errno.EMFILE:
             raise FileLimitError(f"the sockets of the job: {error.strerror}") from error
         raise ConfigError(f"{what}: {error.strerror or error}{hint}") from error
-    return listener, (servers[0], servers[1]), lifeline
+    return listener, tuple(servers), lifeline
 
 
-def _master_argv(paths: JobPaths, listen_fd: int, health_fd: int, lifeline_fd: int) -> list[str]:
+def _master_argv(
+    paths: JobPaths, sockets: tuple[socket.socket, ...], lifeline_fd: int
+) -> list[str]:
     """Return the command line of a job's master, which inherits these file descriptors."""
+    listen_fd, health_fd, *ps_fd = (one.fileno() for one in sockets)
     argv = [sys.executable, "-P", "-m", "dlrover_py.master", "--cluster", str(paths.socket)]
     argv += ["--state-dir", str(paths.state), "--token-file", str(paths.token)]
     argv += ["--listen-fd", str(listen_fd), "--health-fd", str(health_fd)]
+    if ps_fd:
+        argv += ["--ps-fd", str(ps_fd[0])]
+        argv += ["--ps-access", str(paths.runtime / names.PS_ACCESS_FILE)]
     return [*argv, "--lifeline-fd", str(lifeline_fd)]
 
 

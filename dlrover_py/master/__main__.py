@@ -25,13 +25,14 @@ from dlrover_py.master.loop import Clock
 from dlrover_py.master.platform import Platform
 from dlrover_py.master.platform.local import LocalPlatform
 from dlrover_py.master.platform.static import StaticPlatform
+from dlrover_py.master.servers import ServerMap, ServerPlace
 from dlrover_py.master.settings import Settings
 from dlrover_py.process.token_file import read_token
 from dlrover_py.protocol import json_text
 from dlrover_py.protocol.errors import ConfigError, DLRoverError
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.local import MasterPorts
-from dlrover_py.protocol.names import JOURNAL_FILE, journal_of
+from dlrover_py.protocol.names import JOURNAL_FILE, PS_MAP_FILE, journal_of
 from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.telemetry import setup
 
@@ -71,6 +72,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--tls-cert", type=Path, metavar="FILE", help="PEM certificate for TLS")
     p.add_argument("--tls-key", type=Path, metavar="FILE", help="private key of the certificate")
     p.add_argument("--lifeline-fd", type=int, help="end when this pipe is closed")
+    p.add_argument("--ps-fd", type=int, help="listening socket for a parameter server")
+    p.add_argument("--ps-access", type=Path, help="file to write that says where that socket is")
     p.add_argument("--temporary", action="store_true", help="remove --state-dir at a normal end")
     p.add_argument(
         "--announce-fd",
@@ -121,7 +124,7 @@ async def _run(
     async with contextlib.AsyncExitStack() as stack:
         platform: Platform
         store: JournalStore
-        clock = Clock()
+        clock, servers = Clock(), None
         if args.kubernetes:
             # Imported here: a job on one machine starts a fifth of a second earlier without them.
             from dlrover_py.kubernetes.client import KubeClient
@@ -151,6 +154,9 @@ async def _run(
             if args.state_dir is None:
                 raise ConfigError("--state-dir is needed: a folder for the journal")
             store = FileJournalStore(args.state_dir / JOURNAL_FILE)
+            if args.ps_fd is not None:
+                place = inherited(args.ps_fd), args.ps_access, args.state_dir / PS_MAP_FILE
+                servers = ServerMap(ServerPlace(*place, token))
             platform = (
                 LocalPlatform(args.cluster)
                 if args.cluster
@@ -167,6 +173,7 @@ async def _run(
             lifeline=args.lifeline_fd,
             evidence_dir=None if args.temporary else args.state_dir,
             certificate_ends=certificate_ends,
+            servers=servers,
         )
 
 

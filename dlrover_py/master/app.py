@@ -19,6 +19,7 @@ from dlrover_py.master.exchange import Exchanges, server
 from dlrover_py.master.journal_store import JournalStore
 from dlrover_py.master.loop import Clock, Loop
 from dlrover_py.master.platform import Platform
+from dlrover_py.master.servers import ServerMap
 from dlrover_py.master.settings import Settings
 from dlrover_py.net.http_client import enable_keepalive
 from dlrover_py.net.http_server import raise_file_limit
@@ -56,6 +57,7 @@ async def serve(
     lifeline: int | None = None,
     evidence_dir: Path | None = None,
     certificate_ends: float | None = None,
+    servers: ServerMap | None = None,
 ) -> None:
     """Run the master of one job until SIGTERM or SIGINT, or until its lifeline is closed.
 
@@ -77,6 +79,7 @@ async def serve(
             master does not depend on another process.
         evidence_dir: Folder for bundles of evidence; None keeps none.
         certificate_ends: End of the certificate of ``tls``, in Unix seconds; None if not known.
+        servers: Owner of the map of the job's parameter server; None if no server can be run.
 
     Raises:
         ConfigError: The journal cannot be used.
@@ -98,6 +101,7 @@ async def serve(
         clock=clock,
         publish_s=settings.publish_s,
         evidence=EvidenceStore(evidence_dir),
+        servers=servers,
     )
     exchanges = Exchanges(
         loop,

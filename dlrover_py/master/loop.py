@@ -30,6 +30,7 @@ from dlrover_py.master.core.events import (
     RestoreAnswer,
     RestoreAsked,
     Rules,
+    ServersPresent,
     ShardsAnswer,
     ShardsAsked,
     Stalled,
@@ -39,6 +40,7 @@ from dlrover_py.master.core.state import DurableState, Step
 from dlrover_py.master.evidence import EvidenceStore
 from dlrover_py.master.journal_store import JournalStore, JournalUnwritableError
 from dlrover_py.master.platform import Platform
+from dlrover_py.master.servers import ServerMap
 from dlrover_py.pacing import Backoff
 from dlrover_py.protocol.agents import (
     AgentReport,
@@ -248,10 +250,11 @@ class Loop:
         publish_s: float = 0.1,
         clock: Clock | None = None,
         evidence: EvidenceStore | None = None,
+        servers: ServerMap | None = None,
     ) -> None:
         self._platform, self._store, self._rules = platform, store, rules
         self._publish_s, self._evidence = publish_s, evidence or EvidenceStore(None)
-        self._clock = clock or Clock()
+        self._clock, self._servers = clock or Clock(), servers or ServerMap()
         self._job: Job | None = None
         self._mail: dict[tuple[NodeId, str], AgentReport] = {}
         self._facts: list[Event] = []
@@ -527,8 +530,10 @@ class Loop:
                 self._job = Job.resume(job, self._rules, journal, term=term, now=now, wall=wall)
             bind(job=job.metadata.name, term=self._job.state.term)
             log.info("term_started", extra={"round": self._job.state.round})
+            await self._servers.open(job)  # before a node begins
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
+                tasks.create_task(self._servers.run())
                 tasks.create_task(self._watch())
                 tasks.create_task(self._publish())
                 await self._turn_forever(self._job)
@@ -649,6 +654,8 @@ class Loop:
                 self._restore_questions.answer(number, candidates)
             case ShardsAnswer(number, leases):
                 self._shard_questions.answer(number, leases)
+            case ServersPresent(servers):
+                self._servers.tell(servers)
             case KeepEvidence():
                 self._evidence.keep(effect, lambda kept: self.add_events([kept]))
             case CreateNode(node_id, avoid):

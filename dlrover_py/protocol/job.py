@@ -70,11 +70,15 @@ CLUSTER_ONLY: Final = "has an effect on Kubernetes only"
 """Mark of a field that has no effect for a job on this machine."""
 
 ALLREDUCE: Final = "AllreduceStrategy"
-"""The distribution strategy that can be run."""
+"""The distribution strategy of a job with workers only."""
 PARAMETER_SERVER: Final = "ParameterServerStrategy"
-"""A distribution strategy of DLRover that is not supported yet."""
+"""The distribution strategy of a job with servers. TensorFlow's are not supported."""
 OTHER_ROLES: Final = ("ps", "chief", "evaluator", "master")
-"""Roles of DLRover's jobs that are not supported yet."""
+"""Roles of DLRover's jobs that are not supported, except for ``ps`` with a command of ours."""
+SERVER_COMMAND: Final = ("dlrover", "ps", "server")
+"""The command of a server. A role ``ps`` with another command is one of TensorFlow."""
+SERVERS: Final = "spec.replicaSpecs.ps"
+"""The path of the role of the servers."""
 
 TEMPLATE: Final = "spec.replicaSpecs.worker.template"
 """The path of the Pod template of the nodes."""
@@ -383,6 +387,77 @@ class OtherSpec(Role):
     """A Pod template, which is not used."""
 
 
+class ServerSpec(OtherSpec):
+    """The servers of a parameter server. A role with another command is not supported."""
+
+    replicas: Int32 | None = None
+    """Number of servers; 1 if absent. They take no part in rounds."""
+    restart_count: Int32 | None = None
+    """Number of servers that may be lost, 3 if absent. The count starts again at 0 once no server
+    was lost for 5 minutes (``DLROVER_MASTER_FORGIVE_AFTER_S``)."""
+    template: dict[str, Any] | None = None
+    """A Pod template whose command is ``dlrover ps server``."""
+    replication: Annotated[int, Field(ge=1, le=2)] | None = None
+    """Number of copies of each row. If absent: 2, or 1 if there is one server only."""
+    ack: Literal["primary", "backup"] = "backup"
+    """The copies that must have a push before it is acknowledged: one, or all of them."""
+    buckets: Annotated[int, Field(ge=1, le=65_536)] = 64
+    """Number of parts of the tables. It cannot be changed while the job runs."""
+    checkpoints: Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None = None
+    """Directory or bucket in which ``ps.save()`` saves all tables. If absent, rows are kept in
+    memory only, and the job cannot be suspended."""
+
+    _ours: bool = PrivateAttr(default=False)
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Read the command once."""
+        self._ours = _serves(self.template)
+
+    @property
+    def size(self) -> int:
+        """Return the desired number of servers."""
+        return 1 if self.replicas is None else self.replicas
+
+    @property
+    def copies(self) -> int:
+        """Return the number of copies of each row."""
+        return min(2, self.size) if self.replication is None else self.replication
+
+    @property
+    def budget(self) -> int:
+        """Return the number of servers that may be lost."""
+        return 3 if self.restart_count is None else self.restart_count
+
+    @property
+    def is_ours(self) -> bool:
+        """Return whether the command of the template is that of our servers."""
+        return self._ours
+
+    def container(self) -> Container:
+        """Return the container that runs the server.
+
+        Raises:
+            ConfigError: a field that is needed is malformed.
+        """
+        index, found = _main_of(_mapping(self.template))
+        try:
+            return Container.model_validate(found)
+        except ValidationError as error:
+            where = f"{SERVERS}.template.spec.containers[{index}]"
+            raise ConfigError(explain(error, prefix=where)) from error
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with the numbers, in words; empty if nothing is."""
+        if self.size < 1:
+            return ["replicas is 0: expected at least 1 server, or leave the role out"]
+        if self.copies > self.size:
+            return [
+                f"replication is {self.copies} and replicas is {self.size}: "
+                "expected replication ≤ replicas, as each copy is on another server"
+            ]
+        return []
+
+
 class MasterSpec(Role):
     """The scheduling of the job's own master; the operator decides what the master runs."""
 
@@ -404,7 +479,7 @@ class ReplicaSpecs(_Strict):
 
     worker: ReplicaSpec
     dlrover_master: MasterSpec | None = Field(default=None, alias="dlrover-master")
-    ps: OtherSpec | None = None
+    ps: ServerSpec | None = None
     chief: OtherSpec | None = None
     evaluator: OtherSpec | None = None
     master: OtherSpec | None = None
@@ -544,9 +619,9 @@ class JobSpec(_Strict):
     distribution_strategy: (
         Literal["AllreduceStrategy", "ParameterServerStrategy", "CustomStrategy", "Local"] | None
     ) = None
-    """``AllreduceStrategy`` is supported; the others are accepted and get the reason
-    ``Unsupported``. If absent, the roles decide: a job with workers only is
-    ``AllreduceStrategy``. Cannot be changed."""
+    """``AllreduceStrategy`` is supported, and on one machine ``ParameterServerStrategy`` with
+    servers of ours. The others are accepted and get the reason ``Unsupported``. If absent, the
+    roles decide. Cannot be changed."""
     replica_specs: ReplicaSpecs
     suspend: bool = False
     """While this is true, all nodes are stopped and none is started."""
@@ -629,11 +704,15 @@ class ElasticJob(_Strict):
     Kubernetes it is ``status.allocation``."""
 
     @classmethod
-    def parse(cls, document: object) -> Self:
+    def parse(cls, document: object, *, servers: bool = True) -> Self:
         """Return the job in a document that was read from a file, or refuse it.
 
         Unknown fields are refused, but not those within a Pod template. Nothing is asked of a
         cluster.
+
+        Args:
+            document: what was read.
+            servers: whether a role ``ps`` can be run where the job is to run.
 
         Raises:
             UnsupportedError: the kind of training is not supported yet.
@@ -652,7 +731,7 @@ class ElasticJob(_Strict):
             raise ConfigError(f"kind: found {kind}: expected {KIND}; {_instead_of(kind)}")
         if "allocation" in document:
             raise ConfigError("allocation: unknown field; the allocator of the cluster writes it")
-        job = cls._checked(document, "forbid")
+        job = cls._checked(document, "forbid", servers=servers)
         wrong = [fault for fault in job.template_faults() if not fault.unknown]
         wrong = wrong or list(
             reference_faults(job.worker.template["spec"], f"{TEMPLATE}.spec", names.NODE_VOLUME)
@@ -660,6 +739,8 @@ class ElasticJob(_Strict):
         if wrong:
             raise ConfigError(in_lines(wrong))
         job.worker.container()
+        if job.servers is not None:
+            job.servers.container()
         return job
 
     @classmethod
@@ -673,7 +754,8 @@ class ElasticJob(_Strict):
             ConfigError: the object cannot be used; the message has one line for each fault.
         """
         granted = cls.allocation_in(obj)
-        return cls._checked(obj if granted is None else obj | {"allocation": granted}, "ignore")
+        given = obj if granted is None else obj | {"allocation": granted}
+        return cls._checked(given, "ignore", servers=False)
 
     @staticmethod
     def allocation_in(obj: dict[str, Any]) -> NodeAllocation | None:
@@ -700,32 +782,43 @@ class ElasticJob(_Strict):
         )
 
     @classmethod
-    def _checked(cls, document: dict[str, Any], extra: Literal["forbid", "ignore"]) -> Self:
+    def _checked(
+        cls, document: dict[str, Any], extra: Literal["forbid", "ignore"], *, servers: bool
+    ) -> Self:
         """Return the job in a document of either kind, or refuse it.
 
-        ``extra`` says what happens to unknown fields.
+        Args:
+            document: the document.
+            extra: what happens to unknown fields.
+            servers: whether the role ``ps`` can be run.
 
         Raises:
             UnsupportedError: the kind of training is not supported yet.
             ConfigError: the document is invalid.
         """
         _check_depth(document)
-        unsupported = _unsupported(document)
+        unsupported = _unsupported(document, servers=servers)
         if unsupported:
             raise UnsupportedError(unsupported)
         try:
             job = cls.model_validate(document, extra=extra)
         except ValidationError as error:
             raise ConfigError(explain(error, model=cls)) from error
-        problems = job.worker.problems()
+        problems = [f"spec.replicaSpecs.worker: {p}" for p in job.worker.problems()]
+        given = job.spec.replica_specs.ps
+        if given is not None and given.is_ours:
+            problems += [f"{SERVERS}: {p}" for p in given.problems()]
         if problems:
-            raise ConfigError("\n".join(f"spec.replicaSpecs.worker: {p}" for p in problems))
+            raise ConfigError("\n".join(problems))
         job.worker.main_container()
         return job
 
     def template_faults(self) -> list[TemplateFault]:
         """Return the known places of all Pod templates that Kubernetes cannot read."""
-        return [*self.worker.faults(), *self.master_faults()]
+        found = [*self.worker.faults(), *self.master_faults()]
+        if self.servers is not None and self.servers.template is not None:
+            found += faults_of(self.servers.template, f"{SERVERS}.template")
+        return found
 
     def master_faults(self) -> list[TemplateFault]:
         """Return the known places of the master's Pod template that Kubernetes cannot read."""
@@ -743,7 +836,8 @@ class ElasticJob(_Strict):
         if priority and not self.worker.priority_class and not priority.isdecimal():
             found.append("spec.replicaSpecs.worker.priority")
         given = self.spec.replica_specs
-        found += [f"spec.replicaSpecs.{r}" for r in OTHER_ROLES if getattr(given, r) is not None]
+        without = [r for r in OTHER_ROLES if r != "ps" or self.servers is None]
+        found += [f"spec.replicaSpecs.{r}" for r in without if getattr(given, r) is not None]
         found += _unused_of_worker(self.worker.template)
         if (master := self.spec.replica_specs.dlrover_master) is not None:
             found += _unused_of_master(master.template)
@@ -763,6 +857,22 @@ class ElasticJob(_Strict):
     def worker(self) -> ReplicaSpec:
         """The worker role."""
         return self.spec.replica_specs.worker
+
+    @property
+    def servers(self) -> ServerSpec | None:
+        """The servers of a parameter server; None if the job has none."""
+        given = self.spec.replica_specs.ps
+        return given if given is not None and given.is_ours else None
+
+    def container_of(self, node: str) -> Container:
+        """Return the container that runs a node, which the id of the node tells.
+
+        Raises:
+            ConfigError: there is no such container, or a field that is needed is malformed.
+        """
+        if names.is_server(node) and self.servers is not None:
+            return self.servers.container()
+        return self.worker.container()
 
     def scaled(self, replicas: int) -> Self:
         """Return this job with another desired number of nodes, one generation later.
@@ -789,7 +899,16 @@ class ElasticJob(_Strict):
         return self.changed(self.spec.model_copy(update={"replica_specs": specs}))
 
     def suspended(self, suspend: bool) -> Self:
-        """Return this job with ``spec.suspend`` set, one generation later."""
+        """Return this job with ``spec.suspend`` set, one generation later.
+
+        Raises:
+            ConfigError: the job is to be suspended, and its servers would lose all rows.
+        """
+        if suspend and self.servers is not None and self.servers.checkpoints is None:
+            raise ConfigError(
+                f"{self.metadata.name} cannot be suspended: its servers have all rows in memory; "
+                f"give {SERVERS}.checkpoints a directory, and save with ps.save()"
+            )
         return self.changed(self.spec.model_copy(update={"suspend": suspend}))
 
     def restarted(self, at: str, *, rolling: bool) -> Self:
@@ -1052,10 +1171,24 @@ def _containers(template: dict[str, Any]) -> list[Any]:
     return containers if isinstance(containers, list) else []
 
 
-def _unsupported(document: dict[str, Any]) -> str:
+def _serves(template: object) -> bool:
+    """Return whether the command of a Pod template is ``dlrover ps server``."""
+    _, container = _main_of(_mapping(template))
+    words = [word for part in _command_of(container) for word in part.split()]
+    return any(
+        (word.rpartition("/")[2], *words[at + 1 : at + 3]) == SERVER_COMMAND
+        for at, word in enumerate(words)
+    )
+
+
+def _unsupported(document: dict[str, Any], *, servers: bool) -> str:
     """Return why a valid job cannot be run; empty if it can. It is checked before anything else.
 
     It is also empty for a document whose ``spec`` is no mapping, which a later check refuses.
+
+    Args:
+        document: the job.
+        servers: whether the role ``ps`` can be run, with a command of ours.
     """
     spec = document.get("spec")
     if not isinstance(spec, dict):
@@ -1063,6 +1196,11 @@ def _unsupported(document: dict[str, Any]) -> str:
     roles = spec.get("replicaSpecs")
     others = [r for r in OTHER_ROLES if isinstance(roles, dict) and _has_nodes(roles.get(r))]
     strategy = spec.get("distributionStrategy")
+    ours = isinstance(roles, dict) and _serves(_mapping(roles.get("ps")).get("template"))
+    if ours and servers and others in ([], ["ps"]):
+        others, strategy = [], None if strategy == PARAMETER_SERVER else strategy
+    elif ours and others == ["ps"]:
+        return f"{SERVERS}: servers run on one machine only so far: use `dlrover job run`"
     supported = f"only {ALLREDUCE} with the role worker is supported"
     if others:
         named = f"found the role{'s' if len(others) > 1 else ''} {', '.join(others)}"

@@ -14,6 +14,20 @@ rank."""
 NODE_ID: Final = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
 """Regular expression of a node id. The folder of a node's logs and its Pod have this name."""
 
+SERVER_PREFIX: Final = "ps"
+"""Prefix of the ids of servers of a parameter server: ``ps0``, ``ps1`` …"""
+
+
+def is_server(node: str) -> bool:
+    """Return whether a node of this id has the role ``ps``: it is in no round."""
+    return node.startswith(SERVER_PREFIX) and node.removeprefix(SERVER_PREFIX).isdecimal()
+
+
+def role_of(node: str) -> str:
+    """Return the role of a node, which its id tells: ``ps`` or ``worker``."""
+    return SERVER_PREFIX if is_server(node) else ROLE_WORKER
+
+
 _PART = re.compile(r"(\D*)(\d*)")
 
 
@@ -115,6 +129,8 @@ ENV_CHECKPOINT: Final = "DLROVER_CHECKPOINT"
 """The job's ``checkpoint:`` as JSON."""
 ENV_LOADER: Final = "DLROVER_LOADER"
 """The settings of data loaders as JSON: :class:`~dlrover_py.protocol.agents.LoaderSettings`."""
+ENV_PS: Final = "DLROVER_PS"
+"""File that says where the job's parameter server is; only its owner can read it."""
 ENV_SHM_DIR: Final = "DLROVER_SHM_DIR"
 """Directory in which agents have their shared-memory pools; ``/dev/shm`` if it is not set."""
 
@@ -293,5 +309,9 @@ RUN_LOCK: Final = "run.lock"
 """File in the directory of a run, which is locked while the run goes on."""
 JOURNAL_FILE: Final = "journal.json"
 """File with the master's journal, in the directory of a run."""
+PS_ACCESS_FILE: Final = "ps.json"
+"""Name of the file that says where a job's parameter server is."""
+PS_MAP_FILE: Final = "ps-map.json"
+"""Name of the file with the map of a job's parameter server, beside the journal."""
 TOKEN_FILE: Final = "token"
 """File with the job's token, in the directory of a run."""

@@ -428,6 +428,19 @@ class GoodputStatus(_StatusModel):
     """Seconds by bucket (:class:`TimeBucket`); a bucket without any is left out."""
 
 
+class ServerStatus(_StatusModel):
+    """The state of a server of a parameter server: a node of the role ``ps``, in no round."""
+
+    id: str
+    """Id of the node."""
+    running: bool
+    """True if its process has been started."""
+    host: str = ""
+    """Name of its host; empty while it has none."""
+    message: str = ""
+    """Why it leaves, or waits, in words; empty if it does neither."""
+
+
 class JobStatus(_StatusModel):
     """The state of a job at one moment."""
 
@@ -492,7 +505,9 @@ class JobStatus(_StatusModel):
     conditions: list[Condition] = Field(default_factory=list)
     """Conditions of the job."""
     nodes: list[NodeStatus] = Field(default_factory=list)
-    """The job's nodes."""
+    """The job's nodes that train."""
+    servers: list[ServerStatus] = Field(default_factory=list)
+    """The servers of a parameter server."""
     events: list[JobEvent] = Field(default_factory=list)
     """The newest events, oldest first."""
     started_at: WallTime

@@ -73,6 +73,8 @@ class ClusterMap:
     tables: tuple[TableSpec, ...] = ()
     servers: dict[str, str] = field(default_factory=dict)
     """Address of each server that is believed to run, by its id."""
+    draining: tuple[str, ...] = ()
+    """The servers that give their buckets away."""
     clients: dict[str, int] = field(default_factory=dict)
     """Newest incarnation of each worker, by the worker's name."""
     placements: tuple[Placement, ...] = ()

@@ -5,6 +5,7 @@ A new map is stored before anyone gets it, so a later coordinator goes on where 
 
 import contextlib
 import os
+import socket as sockets
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ class Coordinator:
         *,
         cuts: CutDirectory | None = None,
         source: SavedCut | None = None,
+        listener: sockets.socket | None = None,
     ) -> None:
         """Open the socket, and go on with a stored map if there is one.
 
@@ -64,6 +66,8 @@ class Coordinator:
             now: The time in seconds.
             cuts: Where cuts are saved. None: nowhere.
             source: The cut that the first servers read, unless there is a stored map.
+            listener: A socket that listens on the loopback device. It stays open for the next
+                coordinator, so programs of the job keep its address. None: a new one.
 
         Raises:
             ConfigError: The rules are wrong, or the file is not the map of this job.
@@ -83,12 +87,20 @@ class Coordinator:
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.ROUTER)
         self.socket.linger = 0
-        port = self.socket.bind_to_random_port("tcp://127.0.0.1")
+        if listener is None:
+            port = self.socket.bind_to_random_port("tcp://127.0.0.1")
+        else:
+            port = listener.getsockname()[1]
+            listener.setblocking(False)
+            self.socket.setsockopt(zmq.USE_FD, os.dup(listener.fileno()))  # ZeroMQ closes it
+            self.socket.bind(f"tcp://127.0.0.1:{port}")
         self.access = JobAccess(job, f"tcp://127.0.0.1:{port}", token)
         self._key = self.access.key
         self._routes: dict[bytes, float] = {}
         """When each connection was heard last."""
-        self._published = start.epoch
+        self._published = -1
+        self._present: frozenset[str] | None = None
+        """The servers that exist; None if nobody has said so."""
 
     def close(self) -> None:
         """Close the socket, and let others write cuts."""
@@ -132,17 +144,34 @@ class Coordinator:
         self.planner.lost(server)
         self.publish()
 
+    def present(self, servers: frozenset[str]) -> None:
+        """Take note of all servers that exist. Any other one has ended, with all its rows.
+
+        From now on, nothing is heard from a server that is not among them: what it sent before its
+        end may arrive late.
+        """
+        self._present = servers
+        known = self.planner.map
+        members = {one.primary for one in known.placements if not one.lost}
+        for server in sorted((known.servers.keys() | members) - servers):
+            self.planner.lost(server)
+        self.publish()
+
     def publish(self) -> None:
-        """Store the map and send it to all, if it is new."""
+        """Store the map and send it to all, if it is new.
+
+        Raises:
+            OSError: It cannot be stored. Nobody gets it; a later call tries again.
+        """
         if self.planner.map.epoch == self._published:
             return
-        self._published = self.planner.map.epoch
         fresh = self._state.with_suffix(".new")
         with fresh.open("wb") as file:
             file.write(msgspec.json.encode(self.planner.map))
             file.flush()
             os.fsync(file.fileno())
         fresh.rename(self._state)
+        self._published = self.planner.map.epoch
         for route in self._routes:
             self._send(route, m.MapNews(self.planner.map))
 
@@ -152,6 +181,8 @@ class Coordinator:
         epoch = planner.map.epoch
         match message:
             case m.Alive():
+                if self._present is not None and message.server not in self._present:
+                    return
                 planner.heard(message.server, message.address, now)
                 for bucket, term, learner in message.synced:
                     planner.synced(message.server, bucket, term, learner)
@@ -300,7 +331,8 @@ def _first_map(empty: ClusterMap, state: Path, source: SavedCut | None) -> Clust
             raise ConfigError(f"{state}: expected the map of job {empty.job}: {error}") from error
         if stored.job != empty.job:
             raise ConfigError(f"{state}: expected the map of job {empty.job}, found {stored.job}'s")
-        return replace(stored, cut=None)  # workers ask again for what was being saved
+        # Workers ask again for what was being saved. Servers must learn that it was given up.
+        return replace(stored, cut=None, epoch=stored.epoch + (stored.cut is not None))
     if source is None:
         return empty
     made = source.document

@@ -62,12 +62,11 @@ class Planner:
         self.map = start
         self.rules = rules
         self._heard = dict.fromkeys(start.servers, now)
-        self._draining: set[str] = set()
 
     @property
     def draining(self) -> frozenset[str]:
         """The servers that give their buckets away."""
-        return frozenset(self._draining)
+        return frozenset(self.map.draining)
 
     def heard(self, server: str, address: str, now: float) -> None:
         """Note that a server runs.
@@ -111,8 +110,8 @@ class Planner:
 
     def drain(self, server: str) -> None:
         """Move all buckets away from a server that wants to leave."""
-        if server in self.map.servers and server not in self._draining:
-            self._draining.add(server)
+        if server in self.map.servers and server not in self.map.draining:
+            self._set(draining=(*self.map.draining, server))
             self._plan()
 
     def create_table(self, spec: TableSpec) -> None:
@@ -255,9 +254,9 @@ class Planner:
         """Take servers out of the map, and promote backups of their buckets."""
         for server in servers:
             self._heard.pop(server, None)
-            self._draining.discard(server)
         left = {name: at for name, at in self.map.servers.items() if name not in servers}
-        self._set(servers=left)
+        draining = tuple(server for server in self.map.draining if server in left)
+        self._set(servers=left, draining=draining)
         self._place([self._without(one) for one in self.map.placements])
         self._plan()
 
@@ -286,7 +285,7 @@ class Planner:
 
     def _plan_step(self) -> tuple[Placement, ...]:
         """Change each bucket at most once; return the placements."""
-        targets = sorted(set(self.map.servers) - self._draining)
+        targets = sorted(set(self.map.servers) - self.draining)
         if not self.map.placements:
             if len(targets) >= self.rules.servers:
                 self._place([self._first(bucket, targets) for bucket in range(self.rules.buckets)])

@@ -67,8 +67,18 @@ class ParameterServer:
         self._read_at = 0.0
         self._said: tuple[m.Alive, list[m.CutPart | m.CutFailed]] | None = None
         self._stopped = False
+        self._lifeline = -1
         self.leaving = False
         """Whether the server gives its buckets away."""
+
+    def end_with(self, lifeline: int) -> None:
+        """Let :meth:`run` end as soon as the other end of a pipe is closed.
+
+        Args:
+            lifeline: Descriptor of this end, to which nothing is ever written.
+        """
+        self._lifeline = lifeline
+        self._poller.register(lifeline, zmq.POLLIN)
 
     def stop(self) -> None:
         """Let :meth:`run` end soon, without giving buckets away."""
@@ -86,7 +96,8 @@ class ParameterServer:
             until = min(alive_at, tick_at) - time.monotonic()
             if self._transfers(time.monotonic()):
                 until = min(until, BUSY_S)
-            self._poller.poll(max(0, int(until * 1000)))
+            if self._lifeline in dict(self._poller.poll(max(0, int(until * 1000)))):
+                break
             self._receive(self._coordinator, from_coordinator=True)
             self._receive(self._inbox, from_coordinator=False)
             now = time.monotonic()
@@ -278,8 +289,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("server", help="id of this life of the server")
     given = parser.parse_args(argv)
     signal_at_parents_end(signal.SIGKILL)
+    serve(read_access(given.access), given.server)
+    return 0
+
+
+def serve(access: JobAccess, name: str, lifeline: int = -1) -> None:
+    """Run a server until it has given its buckets away, after SIGTERM, or is killed.
+
+    Args:
+        access: The job.
+        name: Id of this life of the server.
+        lifeline: Descriptor of a pipe; the server ends when its other end is closed. -1: none.
+    """
     telemetry.setup("ps-server", level=telemetry.wished_level("WARNING"))
-    server = ParameterServer(read_access(given.access), given.server)
+    server = ParameterServer(access, name)
+    if lifeline >= 0:
+        server.end_with(lifeline)
 
     def leave(_number: int, _frame: Any) -> None:
         server.leaving = True
@@ -290,7 +315,6 @@ def main(argv: list[str] | None = None) -> int:
         server.run()
     finally:
         server.close()
-    return 0
 
 
 if __name__ == "__main__":

@@ -4,15 +4,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self
+from typing import Self
 
 import msgspec
 
 from dlrover_py.process.blocking import read_regular
 from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.names import ENV_LIFELINE_FD, ENV_NODE_ID, ENV_PS, is_server
 from dlrover_py.ps.wire import JobAccess
 
-ENV_PS: Final = "DLROVER_PS"
 MAX_ACCESS_BYTES = 65536
 
 
@@ -21,7 +21,7 @@ class Settings:
     """What a worker knows of its parameter server."""
 
     access: Path | None = None
-    """The file that ``dlrover ps serve`` has written (``DLROVER_PS``)."""
+    """The file that says where the servers are (``DLROVER_PS``)."""
     rank: str = "0"
     """Global rank of this worker (``RANK``)."""
     world: int = 1
@@ -43,6 +43,38 @@ class Settings:
         if not world.isdecimal():
             raise ConfigError(f"WORLD_SIZE is {world!r}: expected the number of workers")
         return cls(Path(path) if path else None, environ.get("RANK") or "0", int(world))
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSettings:
+    """What a server knows of the job that has started it as a node."""
+
+    access: Path
+    """The file that the job's master has written (``DLROVER_PS``)."""
+    id: str
+    """Id of the node (``DLROVER_NODE_ID``)."""
+    lifeline: int
+    """Descriptor of a pipe whose other end is open while the job runs; -1 if there is none."""
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Self:
+        """Read the environment.
+
+        Args:
+            environ: The variables. None: those of this process.
+
+        Raises:
+            ConfigError: No job has started this process as a server.
+        """
+        environ = os.environ if environ is None else environ
+        path, node = environ.get(ENV_PS, ""), environ.get(ENV_NODE_ID, "")
+        lifeline = environ.get(ENV_LIFELINE_FD, "-1")
+        if not path or not is_server(node) or not lifeline.removeprefix("-").isdecimal():
+            raise ConfigError(
+                "this is the command of the role ps in a job file: expected `dlrover job run FILE` "
+                "to start it; without a job file, use `dlrover ps serve`"
+            )
+        return cls(Path(path), node, int(lifeline))
 
 
 def environment(access: Path) -> dict[str, str]:

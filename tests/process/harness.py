@@ -361,6 +361,7 @@ def document(
     name: str = "job",
     env: dict[str, str] | None = None,
     spec: dict[str, Any] | None = None,
+    ps: dict[str, Any] | None = None,
     **worker: Any,
 ) -> dict[str, Any]:
     """Return an ElasticJob as plain data.
@@ -370,6 +371,7 @@ def document(
         name: name of the job.
         env: environment of the container.
         spec: more fields of the job's spec.
+        ps: fields of the servers' replica spec; None for no servers.
         worker: fields of the worker's replica spec.
     """
     container: dict[str, Any] = {"name": "main", "image": "none", "command": command}
@@ -377,15 +379,16 @@ def document(
         container["env"] = [{"name": k, "value": v} for k, v in env.items()]
     # On a busy machine, no worker is killed in the middle of its last save.
     pod = {"containers": [container], "terminationGracePeriodSeconds": 150}
+    roles = {"worker": {**worker, "template": {"spec": pod}}}
+    if ps is not None:
+        server = {"name": "main", "image": "none", "command": ["dlrover", "ps", "server"]}
+        roles["ps"] = {**ps, "template": {"spec": {"containers": [server]}}}
+    strategy = "AllreduceStrategy" if ps is None else "ParameterServerStrategy"
     return {
         "apiVersion": "elastic.iml.github.io/v1alpha1",
         "kind": "ElasticJob",
         "metadata": {"name": name},
-        "spec": {
-            **(spec or {}),
-            "distributionStrategy": "AllreduceStrategy",
-            "replicaSpecs": {"worker": {**worker, "template": {"spec": pod}}},
-        },
+        "spec": {**(spec or {}), "distributionStrategy": strategy, "replicaSpecs": roles},
     }
 
 
@@ -402,6 +405,7 @@ def job(
     settings: dict[str, str] | None = None,
     env: dict[str, str] | None = None,
     spec: dict[str, Any] | None = None,
+    ps: dict[str, Any] | None = None,
     **worker: Any,
 ) -> Iterator[Job]:
     """Run a job, and stop it at the end of the block.
@@ -417,12 +421,15 @@ def job(
         settings: settings of the master, without their prefix.
         env: environment of the container.
         spec: more fields of the job's spec.
+        ps: fields of the servers' replica spec; None for no servers.
         worker: fields of the replica spec.
     """
     place.script(script)
     command = ["elastic-run", *flags, "train.py", *args]
     file = place.folder / "job.yaml"
-    file.write_text(yaml.safe_dump(document(command, name=name, env=env, spec=spec, **worker)))
+    file.write_text(
+        yaml.safe_dump(document(command, name=name, env=env, spec=spec, ps=ps, **worker))
+    )
     argv = ["dlrover", "job", "run", "job.yaml", "--json", *more]
     if hosts is not None:
         argv += ["--nodes", str(hosts)]

@@ -6,6 +6,7 @@ Each rank has users of its own in a table with Adagrad. All ranks count into one
 gradients are whole numbers. Each step is a line of ``FOLDER/steps.RANK``. At the end, a rank writes
 the rows of its users and of the counters into ``FOLDER/rows.RANK``, when all ranks have ended.
 With CUT, the ranks go back to the newest cut first, and save after step CUT and at the end.
+After step N, a rank waits while the file ``FOLDER/hold.N`` exists.
 """
 
 import os
@@ -70,6 +71,8 @@ def main() -> None:
             file.flush()
             if step + 1 in (cut, steps) and cut >= 0:
                 client.save(step + 1)
+            while (folder / f"hold.{step}").exists():
+                Event().wait(0.02)
     (folder / f"done.{rank}").touch()
     while not all((folder / f"done.{one}").exists() for one in range(size)):
         Event().wait(0.02)

@@ -7,12 +7,12 @@ import pytest
 
 from dlrover_py.cli import view
 from dlrover_py.master.core.events import (
+    Assign,
     CreateNode,
     DeleteNode,
     Disconnected,
     JobChanged,
     JobStopped,
-    KeepEvidence,
     NodeEnded,
     NodeSeen,
     NodesListed,
@@ -21,7 +21,6 @@ from dlrover_py.master.core.events import (
     RestoreAnswer,
     RestoreAsked,
     Rules,
-    ShardsAnswer,
     Stalled,
 )
 from dlrover_py.master.core.job import Job
@@ -1080,10 +1079,7 @@ def test_an_older_journal_is_gone_above() -> None:
         for agent in agents:
             out = job.step([Reported(agent.node, agent.report())], bench.now, 0)
             for effect in out.effects:
-                if not isinstance(
-                    effect,
-                    CreateNode | DeleteNode | Refuse | RestoreAnswer | ShardsAnswer | KeepEvidence,
-                ):
+                if isinstance(effect, Assign):
                     bench.agent(effect.node).receive(effect.assignment)
     assert job.state.round == 3
     assert all(a.follows == 3 and a.phase is WorkerPhase.RUNNING for a in agents)
@@ -1306,7 +1302,7 @@ def test_a_script_that_dies_early_without_a_fork_is_charged_and_still_tried_cold
     bench.settle()
     assert bench.job.live.nodes[N1].restarts == 2
     assert bench.agent("n0").assignment.cold  # type: ignore[union-attr]
-    assert bench.job.state.suspect_warm_starts == 1
+    assert bench.job.state.warm_starts.suspected == 1
 
 
 @pytest.mark.parametrize("failure", [crash(), user_error(step=None)], ids=["exit", "exception"])
@@ -1319,7 +1315,9 @@ def test_a_script_that_fails_at_once_uses_as_many_restarts_as_without_forks(
     def starts(*, forks: bool) -> int:
         bench = by_themselves("n0", "n1", minimum=2)
         while bench.job.state.phase is JobPhase.RUNNING:
-            forked = forks and bench.job.state.round > 1 and not bench.job.state.warm_start_disabled
+            forked = (
+                forks and bench.job.state.round > 1 and not bench.job.state.warm_starts.disabled
+            )
             bench.agent("n1").fail(failure.model_copy(update={"forked": forked}))
             bench.settle()
             if restart_of_master:
@@ -1328,7 +1326,7 @@ def test_a_script_that_fails_at_once_uses_as_many_restarts_as_without_forks(
         assert bench.job.state.phase is JobPhase.FAILED
         assert bench.job.state.last_failure is not None
         assert bench.job.state.last_failure.worker.message == failure.message
-        assert bench.job.state.suspect_warm_starts == 0
+        assert bench.job.state.warm_starts.suspected == 0
         return bench.job.state.round
 
     assert starts(forks=True) == starts(forks=False)
@@ -1344,7 +1342,7 @@ def test_a_fork_is_blamed_again_after_steady_progress() -> None:
     assert bench.job.state.early_death == ""
     bench.agent("n1").fail(crash(forked=True))
     bench.settle()
-    assert bench.job.state.suspect_warm_starts == 1
+    assert bench.job.state.warm_starts.suspected == 1
     assert bench.job.live.nodes[N1].restarts == 0
 
 
@@ -1384,7 +1382,7 @@ def test_what_no_fork_can_have_caused_is_charged(failure: WorkerFailure) -> None
     bench.agent("n1").fail(failure)
     bench.settle()
     assert bench.job.live.nodes[N1].restarts == 1
-    assert bench.job.state.suspect_warm_starts == 0
+    assert bench.job.state.warm_starts.suspected == 0
 
 
 @pytest.mark.parametrize("warm", [False, True])

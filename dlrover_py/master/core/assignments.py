@@ -135,7 +135,7 @@ class Assignments:
             exit_code=exit_code,
             restart_count=self.state.restart_count,
             max_restarts=restart_budget(self.live, node),
-            cold=self.state.warm_start_disabled,
+            cold=self.state.warm_starts.disabled,
             stop_grace_s=(
                 min(self.live.grace_s, max(0.0, node.grace_s - BEFORE_KILL_S))
                 if directive is Directive.STOP

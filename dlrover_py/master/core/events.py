@@ -267,4 +267,20 @@ class KeepEvidence:
     nodes: tuple[tuple[NodeId, NodeSnapshot], ...]
 
 
-Effect = Assign | Refuse | CreateNode | DeleteNode | RestoreAnswer | ShardsAnswer | KeepEvidence
+@dataclass(frozen=True, slots=True)
+class ServersPresent:
+    """Tell the coordinator of the parameter server which servers exist: all others have ended."""
+
+    nodes: frozenset[NodeId]
+
+
+Effect = (
+    Assign
+    | Refuse
+    | CreateNode
+    | DeleteNode
+    | RestoreAnswer
+    | ShardsAnswer
+    | KeepEvidence
+    | ServersPresent
+)

@@ -202,7 +202,8 @@ class Failures:
             return
         suspect = self._may_be_fork(failure)
         if suspect:
-            self.state.suspect_warm_starts += 1
+            self.state.warm_starts.suspected += 1
+            self.state.changed()
         # A script that must not be restarted is not run twice, either.
         once = self.state.round == 1 and not restart_budget(self.live, node)
         if suspect and not self.state.early_death and not once:
@@ -237,7 +238,7 @@ class Failures:
             failure.forked
             and dies_early(failure)
             and manner(failure) not in known
-            and self.state.suspect_warm_starts < MAX_SUSPECT_WARM_STARTS
+            and self.state.warm_starts.suspected < MAX_SUSPECT_WARM_STARTS
         )
 
     def _budgets(self, node: Node) -> Budgets:

@@ -40,6 +40,7 @@ from dlrover_py.master.core.goodput import Goodput
 from dlrover_py.master.core.history import EVENTS_KEPT, CoreContext, EventLog
 from dlrover_py.master.core.reports import Reports, TrainingReports
 from dlrover_py.master.core.rounds import Rounds
+from dlrover_py.master.core.servers import Servers
 from dlrover_py.master.core.sharding import Sharding
 from dlrover_py.master.core.spec_changes import SpecChanges
 from dlrover_py.master.core.state import DurableState, Step, desired_nodes, make_transient
@@ -48,7 +49,7 @@ from dlrover_py.master.core.transitions import Transitions
 from dlrover_py.master.core.tuning import Tuning
 from dlrover_py.protocol.errors import InvariantError
 from dlrover_py.protocol.job import ElasticJob
-from dlrover_py.protocol.names import Round, Term
+from dlrover_py.protocol.names import Round, Term, is_server
 from dlrover_py.protocol.reasons import ENDED_BY_USER, EventReason
 from dlrover_py.protocol.status import JobPhase, JobStatus
 
@@ -79,9 +80,7 @@ class Job:
             state: The durable state that an earlier master has left; this job takes it over.
         """
         begins, name = state is None, spec.metadata.name
-        if state is None:
-            state = DurableState.begin(name, term, wall)
-        self.state = state
+        self.state = state = state or DurableState.begin(name, term, wall)
         self.live = live = make_transient(state, spec, rules, now=now, wall=wall)
         self.log = EventLog(state, live)
         context = CoreContext(state, live, self.log)
@@ -96,6 +95,7 @@ class Job:
         self._failures = failures = Failures(context, transitions, capacity, checkpointing, tuning)
         self._admission = admission = Admission(context, transitions, capacity, assignments)
         self._sharding, self._autoscaler = Sharding(context), (scaler := Autoscaler(context))
+        self._servers = Servers(context, transitions)
         self._rounds = Rounds(context, transitions, assignments, checkpointing, admission, scaler)
         self._spec_changes = SpecChanges(context, transitions, capacity, departures, checkpointing)
         self._diagnosis, self._goodput = Diagnosis(context, assignments, failures), Goodput(context)
@@ -216,6 +216,7 @@ class Job:
         self._tuning.send()
         self._checkpointing.decide()
         self._sharding.decide()
+        self._servers.decide()
         self._departures.prune_gone_nodes()
         self._goodput.decide()
         out = self.live.end_step()
@@ -278,6 +279,10 @@ class Job:
                 if pending is not None and pending.hold_until is not None:
                     # What has arrived meanwhile may show the real cause.
                     pending.hold_until = max(pending.hold_until, live.now)
+            case NodeSeen(node) if is_server(node):
+                self._servers.node_seen(event)
+            case NodeEnded(node) if is_server(node):
+                self._servers.node_ended(event)
             case NodeSeen():
                 self._departures.node_seen(event)
             case NodeEnded():
@@ -285,7 +290,9 @@ class Job:
             case RoomSeen(nodes):
                 live.room = nodes
             case NodesListed(listed, free):
-                self._departures.nodes_listed(listed, free=free)
+                self._servers.nodes_listed(listed)
+                workers = frozenset(node for node in listed if not is_server(node))
+                self._departures.nodes_listed(workers, free=free)
 
     def status(self, now: float, wall: float) -> JobStatus:
         """Return the complete status of the job; this also updates its conditions.

@@ -305,8 +305,8 @@ class Rounds:
         self.state.phase = JobPhase.RUNNING
         self.state.reason = pending.reason
         self.live.formed_at, self.live.baseline_step = self.live.now, self.state.max_step
-        self.state.warm_start_disabled = (
-            pending.cold or self.state.suspect_warm_starts >= MAX_SUSPECT_WARM_STARTS
+        self.state.warm_starts.disabled = (
+            pending.cold or self.state.warm_starts.suspected >= MAX_SUSPECT_WARM_STARTS
         )
         self.state.succeeded.clear()
         self.live.progress, self.state.resumed = None, False

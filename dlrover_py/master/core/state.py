@@ -22,7 +22,7 @@ from pydantic import dataclasses as records
 
 from dlrover_py.master.core.autotune import TunerRecord
 from dlrover_py.master.core.checkpoints import CheckpointRecord, Checkpoints
-from dlrover_py.master.core.events import Assign, Effect, Kind, Rules
+from dlrover_py.master.core.events import Assign, Effect, Kind, NodeSeen, Rules
 from dlrover_py.master.core.health import Health, JobHealthRecord
 from dlrover_py.master.core.hosts import Hosts, Strikes
 from dlrover_py.master.core.nodes import NodeRecord, Nodes, ReportPace, pace
@@ -135,6 +135,26 @@ class ReplacementSlot(_JournalModel):
     """Number of nodes in a row that ended before their first report."""
 
 
+class WarmStartRecord(_JournalModel):
+    """What is held against warm starts."""
+
+    suspected: Count = 0
+    """Number of early deaths of forked workers that were attributed to the fork."""
+    disabled: bool = False
+    """Whether the workers of the current round are started cold."""
+
+
+class ServersRecord(_JournalModel):
+    """The nodes of the role ``ps``. An id is never used again: its rows end with its process."""
+
+    nodes: dict[NodeId, str] = Field(default_factory=dict)
+    """All servers that are not gone, each with why it leaves; empty if it does not."""
+    next: Count = 0
+    """Number of the next server."""
+    lost: Count = 0
+    """Number of servers that were lost lately."""
+
+
 WRITTEN_LATER = {"events", "max_step", "next_event", "reason"}
 """Fields that change often and whose loss does no harm: they are written with the next change."""
 
@@ -188,10 +208,8 @@ class DurableState:
     """Number of rounds after the first, by kind."""
     failures: dict[str, Count] = Field(default_factory=dict)
     """Number of failures of workers that were a first cause, and of lost nodes, by class."""
-    suspect_warm_starts: Count = 0
-    """Number of early deaths of forked workers that were attributed to the fork."""
-    warm_start_disabled: bool = False
-    """Whether the workers of the current round are started cold."""
+    warm_starts: WarmStartRecord = Field(default_factory=WarmStartRecord)
+    """What is held against warm starts."""
     last_exception: WorkerFailure | None = None
     """The last exception that ended a round, until training is steady again."""
     early_death: str = ""
@@ -210,6 +228,8 @@ class DurableState:
     """Lease queues of the datasets with dynamic shards, by name."""
     scaling: ScalingRecord = Field(default_factory=ScalingRecord)
     """The size that the job has chosen, and what it was chosen from."""
+    servers: ServersRecord = Field(default_factory=ServersRecord)
+    """The servers of the parameter server."""
     snapshots: Count = 0
     """Number of the newest snapshot of all ranks."""
     snapshot_request: str = ""
@@ -403,6 +423,8 @@ class TransientState:
     """Further nodes for which the platform has room; None if it has not said."""
     scaling_reason: tuple[ConditionReason, str] | None = None
     """Why the job has its size; None if it neither scales by itself nor has an allocation."""
+    servers: dict[NodeId, NodeSeen] = field(default_factory=dict)
+    """What the platform has said last of each server."""
     speed: MeasuredSpeed | None = None
     """The speed by the number of nodes; None if none was measured."""
     snapshot: int = 0

@@ -18,6 +18,7 @@ from dlrover_py.protocol.status import (
     NodeRole,
     NodeStatus,
     PartitionStatus,
+    ServerStatus,
     StreamStatus,
 )
 from dlrover_py.protocol.words import are, counted
@@ -99,6 +100,7 @@ class StatusReport:
             diagnosis=self.live.diagnosis,
             conditions=list(self._conditions.values()),
             nodes=[self._node_status(n, members.get(n.id)) for n in self._ordered[1]],
+            servers=[self._server(*one) for one in self.state.servers.nodes.items()],
             events=list(self.state.events),
             started_at=self.state.started_at,
             ended_at=self.state.ended_at,
@@ -180,6 +182,14 @@ class StatusReport:
         )
         self._shown[node.id] = made_from, status
         return status
+
+    def _server(self, node: NodeId, leaving: str) -> ServerStatus:
+        """Return the status of a server, with why it leaves; empty if it does not."""
+        seen = self.live.servers.get(node)
+        if seen is None:
+            return ServerStatus(id=node, running=False, message=leaving)
+        host = seen.topology[-1] if seen.topology else ""
+        return ServerStatus(id=node, running=seen.near, host=host, message=leaving or seen.message)
 
     def _is_behind(self, node: Node) -> bool:
         """Return whether this member's last report is about the previous round."""

@@ -1,0 +1,118 @@
+"""The coordinator of a job's parameter server, in a thread of the master.
+
+Its map is in a file beside the journal, and its socket outlives the master. So the next master goes
+on with the map, and servers and workers keep their connections' address. It begins when the master
+holds the journal: then no other coordinator runs.
+"""
+
+import asyncio
+import hashlib
+import logging
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dlrover_py.protocol.job import ElasticJob, ServerSpec
+
+if TYPE_CHECKING:
+    from dlrover_py.ps.coordinator import Coordinator
+
+log = logging.getLogger("master.servers")
+
+TICK_S = 0.05
+"""Longest time, in seconds, after which the coordinator takes note of the time."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerPlace:
+    """What the coordinator of a job needs."""
+
+    listener: socket.socket
+    """The socket at which servers and workers connect."""
+    access: Path
+    """The file to write that tells them where it is."""
+    state: Path
+    """The file of the map."""
+    token: str
+    """The job's token. Workers get another one that is made from it."""
+
+
+class ServerMap:
+    """The owner of the map of a job's servers. In a job without servers, it does nothing."""
+
+    def __init__(self, place: ServerPlace | None = None) -> None:
+        """Take the place of the coordinator; None if there can be no servers. Nothing is begun."""
+        self._place = place
+        self._present: frozenset[str] | None = None
+        self._over = threading.Event()
+        self._coordinator: Coordinator | None = None
+
+    def tell(self, servers: frozenset[str]) -> None:
+        """Have the coordinator take note, soon, of all servers that exist."""
+        self._present = servers
+
+    async def open(self, job: ElasticJob) -> None:
+        """Read the map, and write the file that tells where the coordinator is.
+
+        Raises:
+            ConfigError: The map or the directory of cuts cannot be used.
+            OSError: The file cannot be written.
+        """
+        if self._place is not None and job.servers is not None:
+            await asyncio.to_thread(self._open, self._place, job.metadata.name, job.servers)
+
+    async def run(self) -> None:
+        """Run the coordinator in a thread until this call is cancelled.
+
+        While the map cannot be stored, it does not change, and the coordinator tries again.
+        """
+        if self._coordinator is None:
+            return
+        try:
+            await asyncio.to_thread(self._serve, self._coordinator)
+        finally:
+            self._over.set()
+
+    def _open(self, place: ServerPlace, job: str, spec: ServerSpec) -> None:
+        # Imported here: only a job with servers needs these libraries.
+        from dlrover_py.ps.cluster_map import AckMode
+        from dlrover_py.ps.coordinator import Coordinator
+        from dlrover_py.ps.cuts import CutDirectory
+        from dlrover_py.ps.planner import PlanRules
+        from dlrover_py.ps.settings import write_access
+
+        token = hashlib.blake2b(place.token.encode(), digest_size=16, person=b"dlrover-ps")
+        self._coordinator = Coordinator(
+            job,
+            token.hexdigest(),
+            place.state,
+            PlanRules(spec.buckets, spec.size, spec.copies, AckMode(spec.ack)),
+            time.monotonic(),
+            cuts=CutDirectory(spec.checkpoints) if spec.checkpoints is not None else None,
+            listener=place.listener,
+        )
+        write_access(place.access, self._coordinator.access)
+
+    def _serve(self, coordinator: "Coordinator") -> None:
+        told, problem = None, ""
+        try:
+            while not self._over.is_set():
+                coordinator.socket.poll(int(TICK_S * 1000))
+                present, now = self._present, time.monotonic()
+                try:
+                    if present is not None and present is not told:
+                        told = present
+                        coordinator.present(present)
+                    coordinator.receive(now)
+                    coordinator.tick(now)
+                except OSError as error:  # pushes go on with the map that all have
+                    if problem != (problem := f"the map of the servers: {error}"):
+                        log.error("map_unwritable", extra={"why": problem})
+                    self._over.wait(TICK_S)
+                else:
+                    problem = ""
+        finally:
+            coordinator.close()

@@ -1,0 +1,108 @@
+"""A job with the role ``ps``: servers and the master die while it trains, and no row changes."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from dlrover_py.protocol.names import PS_MAP_FILE, is_server
+from dlrover_py.ps.cluster_map import ClusterMap
+from tests.process.harness import CALM, Job, Place, eventually, job
+from tests.process.test_parameter_server import steps, undisturbed
+from tests.programs import PROGRAMS
+
+PROGRAM = PROGRAMS / "train_on_ps.py"
+STEPS = 150
+
+
+def servers(run: Job) -> dict[str, int]:
+    """Return the processes of the servers that run, by node."""
+    found = run.snapshot().nodes
+    return {one.id: one.pid for one in found if is_server(one.id) and one.state == "running"}
+
+
+def is_whole(run: Job, count: int) -> bool:
+    """Return whether this many servers run and each row has two copies on them."""
+    known = msgspec.json.decode((run.logs.parent / PS_MAP_FILE).read_bytes(), type=ClusterMap)
+    return (
+        len(known.servers) == count
+        and known.servers.keys() == servers(run).keys()
+        and not known.draining
+        and all(
+            not one.learner and len(one.members) == 2 and set(one.members) <= known.servers.keys()
+            for one in known.placements
+        )
+    )
+
+
+def held(folder: Path, step: int) -> Callable[[], bool]:
+    """Return a check whether both ranks wait after a step."""
+    return lambda: all(len(steps(folder, rank)) == step + 1 for rank in (0, 1))
+
+
+def test_the_job_replaces_servers_and_its_master_and_no_row_changes(place: Place) -> None:
+    folder = place.folder / "run-1"
+    folder.mkdir()
+    for step in (50, 100):
+        (folder / f"hold.{step}").touch()
+    given = {"settings": CALM, "ps": {"replicas": 3}, "replicas": 2}
+    args = (str(folder), str(STEPS))
+    with job(place, script=PROGRAM, args=args, **given) as run:  # type: ignore[arg-type]
+        eventually(lambda: len(steps(folder, 0)) > 10, "10 steps")
+        first = servers(run)
+        assert first.keys() == {"ps0", "ps1", "ps2"}
+        os.kill(first["ps1"], signal.SIGKILL)
+        eventually(lambda: is_whole(run, 3), "a server in the place of the killed one")
+        eventually(held(folder, 50), "the first hold")
+        assert servers(run).keys() == {"ps0", "ps2", "ps3"}
+        assert run.status().nodes_in_round == 2
+
+        # A server dies while there is no master: the next one finds out.
+        os.kill(run.snapshot().master_pid, signal.SIGKILL)
+        os.kill(first["ps0"], signal.SIGKILL)
+        (folder / "hold.50").unlink()
+        eventually(held(folder, 100), "the second hold")
+        eventually(lambda: is_whole(run, 3), "servers of the next master")
+        assert servers(run).keys() == {"ps2", "ps3", "ps4"}
+
+        # A drained server gives its rows away first. Its host is gone then.
+        run.hurt("ps2", "drain")
+        run.cli("node", "add")
+        eventually(lambda: is_whole(run, 3) and "ps2" not in servers(run), "the drained server")
+        lost = [one.node for one in run.status().events if one.reason == "NodeLost"]
+        assert lost == ["ps1", "ps0"]
+        assert run.status().round == 1
+        (folder / "hold.100").unlink()
+        assert run.wait() == 0
+    rows = [(folder / f"rows.{rank}").read_text() for rank in (0, 1)]
+    assert rows == undisturbed(place.folder / "calm", STEPS)
+
+
+def test_a_suspended_job_goes_on_from_its_newest_cut(place: Place) -> None:
+    folder = place.folder / "run-1"
+    folder.mkdir()
+    (folder / "hold.30").touch()
+    given = {"settings": CALM, "flags": ("--nproc-per-node=2",), "replicas": 1}
+    given["ps"] = {"replicas": 2, "checkpoints": str(place.folder / "cuts"), "restartCount": 0}
+    args = (str(folder), "60", "20")
+    with job(place, script=PROGRAM, args=args, **given) as run:  # type: ignore[arg-type]
+        eventually(held(folder, 30), "the hold")
+        run.cli("job", "suspend")
+        eventually(lambda: all(one.state == "ended" for one in run.snapshot().nodes), "a rest")
+        (folder / "hold.30").unlink()
+        run.cli("job", "resume")
+        eventually(lambda: servers(run).keys() == {"ps2", "ps3"}, "new servers")
+        assert run.wait() == 0
+    assert [len(steps(folder, rank)) for rank in (0, 1)] == [31 + 40, 31 + 40]
+    rows = [(folder / f"rows.{rank}").read_text() for rank in (0, 1)]
+    assert rows == undisturbed(place.folder / "calm", 60)
+
+
+def test_a_job_whose_servers_die_too_often_fails(place: Place) -> None:
+    with job(place, settings=CALM, ps={"restartCount": 0}, replicas=1) as run:
+        run.running(1)
+        os.kill(eventually(lambda: servers(run), "a server")["ps0"], signal.SIGKILL)
+        assert run.wait() == 1
+    assert "restartCount of the role ps" in "".join(run.output)

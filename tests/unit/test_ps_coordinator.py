@@ -1,0 +1,137 @@
+"""A coordinator that starts again goes on with the map, at the same address."""
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from dlrover_py.ps import messages as m
+from dlrover_py.ps.cluster_map import ClusterMap, CutPlace
+from dlrover_py.ps.coordinator import Coordinator
+from dlrover_py.ps.planner import Planner, PlanRules
+from dlrover_py.ps.wire import decode, send
+
+RULES = PlanRules(buckets=4, servers=2, silence_s=60)
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with closing(socket.create_server(("127.0.0.1", 0))) as made:
+        yield made
+
+
+@contextmanager
+def coordinator(folder: Path, listener: socket.socket) -> Iterator[Coordinator]:
+    made = Coordinator(
+        "job", "token", folder / "map.json", RULES, time.monotonic(), listener=listener
+    )
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@contextmanager
+def program(access: Any) -> Iterator[Any]:
+    """Connect as a server or a worker; yield a call that sends a message and returns the map."""
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.connect(access.address)
+
+    def ask(by: Coordinator, message: Any) -> ClusterMap:
+        send(dealer, message, [], access.key)
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            by.receive(time.monotonic())
+            by.tick(time.monotonic())
+            if dealer.poll(20):
+                answer, _ = decode(dealer.recv_multipart(), access.key)
+                assert isinstance(answer, m.MapNews)
+                return answer.map
+        raise AssertionError("there was no answer")
+
+    try:
+        yield ask
+    finally:
+        context.destroy(linger=0)
+
+
+def test_the_next_coordinator_is_reached_by_the_same_connection(
+    tmp_path: Path, listener: socket.socket
+) -> None:
+    with coordinator(tmp_path, listener) as first, program(first.access) as ask:
+        assert ask(first, m.JoinClient("w")).clients == {"w": 1}
+        first.close()
+        with coordinator(tmp_path, listener) as second:
+            assert second.access == first.access
+            assert ask(second, m.WatchMap(-1)).clients == {"w": 1}
+
+
+def test_what_was_being_saved_is_given_up_by_a_newer_map(
+    tmp_path: Path, listener: socket.socket
+) -> None:
+    stored = ClusterMap("job", 7, cut=CutPlace("/d", "step-1.0", 1))
+    (tmp_path / "map.json").write_bytes(msgspec.json.encode(stored))
+    with coordinator(tmp_path, listener) as made, program(made.access) as ask:
+        known = ask(made, m.WatchMap(7))
+        assert known == replace(stored, epoch=8, cut=None)
+        stored_now = msgspec.json.decode((tmp_path / "map.json").read_bytes(), type=ClusterMap)
+        assert stored_now == known
+
+
+def test_servers_that_do_not_exist_are_lost_and_not_heard(
+    tmp_path: Path, listener: socket.socket
+) -> None:
+    with coordinator(tmp_path, listener) as made, program(made.access) as ask:
+        for name in ("ps0", "ps1"):
+            known = ask(made, m.Alive(name, f"tcp://{name}", -1))
+        assert {one.primary for one in known.placements} == {"ps0", "ps1"}
+        made.present(frozenset({"ps1", "ps2"}))
+        known = made.planner.map
+        assert known.servers.keys() == {"ps1"}
+        assert {one.members for one in known.placements} == {("ps1",)}
+        made.present(frozenset({"ps2"}))
+        assert all(one.lost for one in made.planner.map.placements)
+        ask(made, m.Alive("ps1", "tcp://ps1", -1))  # it arrives late; an older map is the answer
+        while "w" not in (known := ask(made, m.JoinClient("w"))).clients:
+            pass
+        assert known.servers == {}
+
+
+def test_a_draining_server_is_known_to_the_next_coordinator() -> None:
+    before = Planner(ClusterMap("job"), replace(RULES, servers=3), 0.0)
+    for name in ("a", "b", "c"):
+        before.heard(name, name, 0.0)
+    before.drain("b")
+    stored = msgspec.json.decode(msgspec.json.encode(before.map), type=ClusterMap)
+    after = Planner(stored, replace(RULES, servers=3), 1.0)
+    assert after.draining == {"b"}
+    while moving := [(i, one) for i, one in enumerate(after.map.placements) if one.learner]:
+        for bucket, one in moving:
+            assert one.learner != "b"
+            after.synced(one.primary, bucket, one.term, one.learner)
+    assert not any("b" in one.members for one in after.map.placements)
+    after.lost("b")
+    assert after.draining == frozenset()
+
+
+def test_a_map_that_cannot_be_stored_is_sent_to_nobody(
+    tmp_path: Path, listener: socket.socket
+) -> None:
+    with coordinator(tmp_path, listener) as made, program(made.access) as ask:
+        assert ask(made, m.WatchMap(-1)).epoch == 0
+        (tmp_path / "map.new").mkdir()
+        with pytest.raises(IsADirectoryError):
+            ask(made, m.JoinClient("w"))
+        made.receive(time.monotonic())
+        with pytest.raises(IsADirectoryError):
+            made.tick(time.monotonic())
+        (tmp_path / "map.new").rmdir()
+        assert ask(made, m.WatchMap(-1)).clients == {"w": 1}

@@ -1,0 +1,229 @@
+"""Servers of a parameter server in a job: who starts and ends them, and what a loss costs."""
+
+from typing import Any
+
+import pytest
+
+from dlrover_py.cli.jobfile import check_servers
+from dlrover_py.master.core.events import (
+    CreateNode,
+    DeleteNode,
+    Effect,
+    Event,
+    JobChanged,
+    NodeEnded,
+    NodeSeen,
+    NodesListed,
+    Rules,
+    ServersPresent,
+)
+from dlrover_py.master.core.job import Job
+from dlrover_py.master.core.servers import LEAVE_S
+from dlrover_py.master.core.state import DurableState
+from dlrover_py.protocol.errors import ConfigError, ExitCode, UnsupportedError
+from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.protocol.names import NodeId, Term, is_server
+from dlrover_py.protocol.status import JobPhase
+from tests.builders import WALL, job_file
+
+COMMAND = ["dlrover", "ps", "server"]
+
+
+def document(command: list[str] | None = None, **ps: Any) -> dict[str, Any]:
+    found = job_file(2)
+    template = {"spec": {"containers": [{"name": "main", "command": command or COMMAND}]}}
+    found["spec"]["distributionStrategy"] = "ParameterServerStrategy"
+    found["spec"]["replicaSpecs"]["ps"] = {"replicas": 3, "template": template, **ps}
+    return found
+
+
+def parsed(**ps: Any) -> ElasticJob:
+    return ElasticJob.parse(document(**ps))
+
+
+class Run:
+    """A job whose platform does at once what is asked. Its workers never report."""
+
+    def __init__(self, spec: ElasticJob) -> None:
+        self.now, self.exist = 0.0, set[str]()
+        self.present = frozenset[str]()
+        """The servers that the coordinator knows to exist."""
+        self.journal: DurableState | None = None
+        self.job = Job(spec, Rules(), term=Term(1), now=0.0, wall=WALL)
+        self.step()
+
+    def step(self, *events: Event) -> list[Effect]:
+        out = self.job.step(events, self.now, WALL + self.now)
+        if out.journal is not None:
+            self.journal = DurableState.from_json(out.journal.to_json())
+        for effect in out.effects:
+            if isinstance(effect, CreateNode):
+                self.exist.add(effect.node)
+            if isinstance(effect, ServersPresent):
+                self.present = effect.nodes
+        again = self.job.step([], self.now, WALL + self.now)
+        assert not again.effects, "a step decides all there is to decide"
+        return out.effects
+
+    def end(self, node: str, **fields: Any) -> list[Effect]:
+        self.exist.discard(node)
+        free = fields.pop("free", False)
+        return self.step(NodeEnded(NodeId(node), "it ended", fields.pop("code", -9), free))
+
+    def restart(self, spec: ElasticJob) -> list[Effect]:
+        assert self.journal is not None
+        self.job = Job.resume(
+            spec, Rules(), self.journal, term=Term(2), now=self.now, wall=WALL + self.now
+        )
+        self.present = frozenset()
+        return self.step()
+
+    @property
+    def servers(self) -> set[str]:
+        return {node for node in self.exist if is_server(node)}
+
+    def events(self) -> list[str]:
+        return [one.reason for one in self.job.state.events]
+
+
+def deleted(effects: list[Effect]) -> dict[str, float]:
+    return {one.node: one.grace_s for one in effects if isinstance(one, DeleteNode)}
+
+
+def test_servers_start_beside_the_workers_and_are_none_of_them() -> None:
+    run = Run(parsed())
+    assert run.exist == {"n0", "n1", "ps0", "ps1", "ps2"}
+    assert run.present == {"ps0", "ps1", "ps2"}
+    assert {node.id for node in run.job.live.nodes} == {"n0", "n1"}
+    assert run.job.status(0, WALL).desired == 2
+
+
+def test_a_lost_server_is_replaced_under_another_id_until_too_many_were_lost() -> None:
+    run = Run(parsed(restartCount=1))
+    run.end("ps1")
+    assert run.present == run.servers == {"ps0", "ps2", "ps3"}
+    run.end("ps3", free=True)  # it was drained
+    assert run.present == {"ps0", "ps2", "ps4"}
+    run.end("ps0")
+    assert run.job.state.phase is JobPhase.FAILED
+    assert "restartCount of the role ps" in run.job.state.reason
+
+
+def test_losses_are_forgotten_in_time_and_no_node_that_is_unknown_stays() -> None:
+    run = Run(parsed(restartCount=1))
+    run.end("ps1")
+    run.now = Rules().forgive_after_s + 1
+    run.step()
+    run.end("ps0")
+    assert run.job.state.phase is JobPhase.PENDING
+    assert deleted(run.step(NodeSeen(NodeId("ps9"), near=True))) == {"ps9": 0.0}
+    run.end("ps2", free=True)
+    assert run.present == {"ps3", "ps4", "ps10"}
+
+
+def test_a_refused_command_ends_the_job_at_once() -> None:
+    run = Run(parsed())
+    run.end("ps1", code=ExitCode.USAGE)
+    assert run.job.state.phase is JobPhase.FAILED
+    assert run.events()[-1] == "InvalidCommand"
+
+
+def test_a_server_that_died_without_a_master_is_found_by_the_next_one() -> None:
+    spec = parsed()
+    run = Run(spec)
+    run.restart(spec)
+    assert run.present == {"ps0", "ps1", "ps2"}
+    asked = run.step(NodesListed(frozenset(map(NodeId, ("n0", "n1", "ps0", "ps2")))))
+    assert CreateNode(NodeId("ps1")) in asked  # the platform knows whether it has ended
+    run.end("ps1")
+    assert run.present == {"ps0", "ps2", "ps3"}
+
+
+@pytest.mark.parametrize("how", ["end", "suspend"])
+def test_servers_end_after_the_last_worker(how: str) -> None:
+    spec = parsed(checkpoints="/cuts")
+    run = Run(spec)
+    if how == "end":
+        asked = run.end("ps0", code=ExitCode.USAGE)
+    else:
+        spec = spec.suspended(True)
+        asked = run.step(JobChanged(spec))
+    assert deleted(asked).keys() == {"n0", "n1"}
+    assert not deleted(run.end("n0", free=True))
+    left = {"ps1", "ps2"} if how == "end" else {"ps0", "ps1", "ps2"}
+    assert deleted(run.end("n1", free=True)) == dict.fromkeys(left, 0.0)
+    assert deleted(run.restart(spec)).keys() >= left, "the request may have been lost"
+    for server in sorted(left):
+        run.end(server)
+    assert run.present == frozenset()
+    assert run.events().count("NodeLost") == (how == "end")
+    if how == "suspend":
+        run.step(JobChanged(spec.suspended(False)))
+        assert run.present == run.servers == {"ps3", "ps4", "ps5"}
+
+
+def test_fewer_servers_give_their_rows_away_first() -> None:
+    run = Run(parsed())
+    fewer = ElasticJob.parse(document(replicas=2))
+    metadata = fewer.metadata.model_copy(update={"generation": 2})
+    asked = run.step(JobChanged(fewer.model_copy(update={"metadata": metadata})))
+    assert deleted(asked) == {"ps2": LEAVE_S}
+    assert run.present == {"ps0", "ps1", "ps2"}
+    run.end("ps2", code=0)
+    assert run.present == {"ps0", "ps1"}
+    assert "NodeLost" not in run.events()
+
+
+@pytest.mark.parametrize(
+    ("ps", "words"),
+    [
+        ({"replicas": 0}, "replicas is 0: expected at least 1 server"),
+        ({"replicas": 1, "replication": 2}, "replication is 2 and replicas is 1"),
+        ({"replication": 3}, "less than or equal to 2"),
+        ({"buckets": 0}, "greater than or equal to 1"),
+        ({"ack": "all"}, "'primary' or 'backup'"),
+    ],
+)
+def test_wrong_servers_are_refused_in_words(ps: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        parsed(**ps)
+    assert str(caught.value).startswith("spec.replicaSpecs.ps")
+
+
+def test_servers_need_workers_and_a_place_to_go_before_a_suspension() -> None:
+    found = document()
+    del found["spec"]["replicaSpecs"]["worker"]
+    with pytest.raises(ConfigError, match=r"replicaSpecs\.worker: missing"):
+        ElasticJob.parse(found)
+    with pytest.raises(ConfigError, match="checkpoints"):
+        parsed().suspended(True)
+
+
+@pytest.mark.parametrize("command", [["python", "train.py"], ["dlrover", "ps"], []])
+def test_servers_of_tensorflow_stay_refused(command: list[str]) -> None:
+    found = document(command or ["sleep"])
+    with pytest.raises(UnsupportedError, match="found the role ps"):
+        ElasticJob.parse(found)
+    ours = document(["/bin/sh", "-c", "exec /opt/bin/dlrover ps server"])
+    assert ElasticJob.parse(ours).servers is not None
+    with pytest.raises(UnsupportedError, match="one machine only"):
+        ElasticJob.read(ours)
+
+
+def test_what_servers_need_is_checked_before_anything_starts() -> None:
+    env = [{"name": "A", "valueFrom": {"fieldRef": {}}}]
+    found = document()
+    found["spec"]["replicaSpecs"]["ps"]["template"]["spec"]["containers"][0]["env"] = env
+    servers = ElasticJob.parse(found).servers
+    assert servers is not None
+    with pytest.raises(ConfigError, match=r"no_such_library, not installed here.*extra ps"):
+        check_servers(servers, ("json", "no_such_library"))
+    with pytest.raises(ConfigError, match=r"replicaSpecs\.ps.*A has valueFrom"):
+        check_servers(servers, ())
+
+
+def test_a_single_server_keeps_one_copy() -> None:
+    job = parsed(replicas=1)
+    assert job.servers is not None
+    assert job.servers.copies == 1
+    assert job.without_effect() == []
