@@ -455,6 +455,52 @@ def test_time_without_new_ground_does_not_forgive() -> None:
     assert "BudgetReset" in bench.reasons()
 
 
+def resumed(bench: Bench) -> str:
+    """The newest event of a round whose first step was reported."""
+    events = bench.job.state.events
+    return next(e.message for e in reversed(events) if e.reason == "TrainingResumed")
+
+
+@pytest.mark.parametrize("how", ["a late report of round 1", "the first report of round 2"])
+def test_steps_that_are_told_after_the_next_round_was_formed_had_been_reached(how: str) -> None:
+    bench = running(elastic_job(2, 1), Rules(forgive_after_s=20))
+    agent = bench.agent("n0")
+    agent.reach(10)
+    bench.exchange()
+    agent.reach(13)
+    bench.change(elastic_job(1, 1))
+    bench.to(bench.wake_at)
+    assert bench.job.state.round == 2
+    if how == "a late report of round 1":
+        bench.say(agent)
+        agent.progress = None
+    bench.answer(agent)
+    agent.reach(14)
+    bench.exchange()
+    assert resumed(bench) == (
+        "first step of round 2 is 14; step 13 had been reached: no steps are repeated"
+    )
+
+
+def test_steps_of_the_last_round_are_no_progress_of_the_next() -> None:
+    bench = running(elastic_job(2, 1), Rules(forgive_after_s=20))
+    agent = bench.agent("n0")
+    agent.reach(10)
+    bench.exchange()
+    agent.fail(crash(step=10))
+    bench.settle()
+    agent.reach(13)
+    bench.change(elastic_job(1, 1))
+    bench.to(bench.wake_at)
+    bench.exchange()
+    agent.reach(11)
+    bench.pass_time(50.0)
+    assert "BudgetReset" not in bench.reasons(), "step 13 was reached before"
+    agent.reach(14)
+    bench.pass_time(25.0)
+    assert "BudgetReset" in bench.reasons()
+
+
 def test_a_drained_node_costs_nobody_anything() -> None:
     bench = running(elastic_job(2, 1, standby=1, restarts=0))
     bench.agent("n1").leaving = "SIGTERM"
