@@ -2052,6 +2052,54 @@ def test_what_is_newest_at_the_end_of_a_job_is_stored() -> None:
     assert bench.job.live.checkpoints.storage.step == 7
 
 
+@pytest.mark.parametrize("replica", [False, True])
+@pytest.mark.parametrize("end", ["suspend", "stop"])
+def test_a_node_that_writes_the_last_checkpoint_may_be_silent(end: str, replica: bool) -> None:
+    """On a machine with much load, an agent may be silent for longer than its lease."""
+    bench = running(elastic_job(2, 2))
+    for agent in bench.living():
+        agent.save(7, persist=False)
+        agent.stores = True
+    if replica:
+        copy = bench.agent("n0").memory[0].model_copy(update={"replica": True})
+        bench.agent("n1").memory.append(copy)
+    bench.settle()
+    if end == "stop":
+        bench.step(JobStopped())
+    else:
+        bench.change(bench.spec.suspended(True))
+    bench.exchange()
+    bench.exchange()
+    silent = bench.agent("n0")
+    silent.frozen = True
+    bench.pass_time(bench.rules.lease_s + 1.0)
+    assert ("CheckpointCanceled" in bench.reasons()) is replica, "another node can write its part"
+    silent.frozen = False
+    bench.settle()
+    for _ in range(2):  # the coordinator needs a grant
+        for agent in bench.living():
+            agent.write(PersistPhase.DONE)
+        bench.settle()
+    assert bench.job.live.checkpoints.storage is not None
+    assert bench.job.live.checkpoints.storage.step == 7
+
+
+def test_a_silent_node_of_a_job_that_is_over_is_not_kept_for_ever() -> None:
+    bench = running(elastic_job(2, 2))
+    for agent in bench.living():
+        agent.save(7, persist=False)
+        agent.stores = True
+    bench.settle()
+    bench.step(JobStopped())
+    bench.exchange()
+    bench.exchange()
+    bench.agent("n0").frozen = True
+    bench.pass_time(bench.job.live.grace_s + bench.rules.lease_s)
+    assert bench.job.live.nodes[NodeId("n0")].phase is NodePhase.GONE
+    (failed,) = [e for e in bench.job.state.events if e.reason == "CheckpointFailed"]
+    assert "took longer than" in failed.message
+
+
 def test_a_smaller_wish_that_is_taken_back_at_once_costs_no_round() -> None:
     bench = running(elastic_job(4, 2))
     for wish in (2, 4, 3, 4):
