@@ -90,9 +90,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     environ = environment()
     member = bool(environ.get(ENV_MASTER_ADDR))
+    variables: Mapping[str, str] = {}
     try:
         settings = Settings.from_environment(environ)
         flags = given.parse(sys.argv[1:] if argv is None else argv, environ)
+        variables = flags.variables
         member = settings.in_job and not flags.standalone
         level = settings.log_level or ("INFO" if member else "WARNING")
         setup("elastic-run", level=level, node=settings.node_id, aside=True)
@@ -109,8 +111,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise FileLimitError("Too many open files") from error
     except DLRoverError as error:
         finish_output()
-        _print_error(f"elastic-run: {error}\n")
-        _tell_parent(environ, str(error), ())
+        message = given.name_variables(str(error), variables)
+        _print_error(f"elastic-run: {message}\n")
+        _tell_parent(environ, message, ())
         code = int(error.exit_code)
     else:
         code = outcome.code
@@ -449,6 +452,8 @@ def _command(flags: Flags, settings: Settings, *, member: bool) -> Command:
         raise ConfigError(
             f"--max-restarts is {flags.max_restarts}: expected a number from 0 to {MAX_RESTARTS}"
         )
+    if flags.node_unit < 1:
+        raise ConfigError(f"--node-unit is {flags.node_unit}: expected a number from 1")
     if len(flags.role) > 1024 or not flags.role.isprintable():
         raise ConfigError(
             f"--role is {flags.role[:60]!r}: expected a name of at most 1024 printable characters"

@@ -159,6 +159,10 @@ class Endpoint:
                 message = f"--node-rank is {rank} and --nnodes {max_nodes}"
                 raise ConfigError(f"{message}: expected a rank from 0 to {max_nodes - 1}")
             at = STATIC_PORT if flags.master_port is None else flags.master_port
+            if not target:
+                check_host("--master-addr", flags.master_addr)
+                if not 0 <= at <= 65535:
+                    raise ConfigError(f"--master-port is {at}: expected a port from 0 to 65535")
             target = target or f"{flags.master_addr}:{at}"
         host, port = given.endpoint(target, STATIC_PORT if static else C10D_PORT)
         if port == 0 and max_nodes > 1:
