@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from dlrover_agent import flags as given
 from dlrover_agent.flags import TORCH_S, Flags
 from dlrover_agent.settings import LINE_PREFIX, Command, OutputSettings, Settings, environment
-from dlrover_agent.standalone import Endpoint, hosted
+from dlrover_agent.standalone import Endpoint, hosted, misplaced_nodes
 from dlrover_py.pacing import random_delay_s
 from dlrover_py.process.blocking import shared_writer
 from dlrover_py.process.identity import ignores_signal
@@ -250,6 +250,9 @@ def _run_without_platform(flags: Flags, settings: Settings, command: Command) ->
         DLRoverError: A signal that asks the agent to end has arrived before the agent runs.
     """
     endpoint = Endpoint.of(flags)
+    why, instead = misplaced_nodes(flags, settings.environ)
+    if why:
+        log.warning("nodes_misplaced", extra={"why": why, "instead": instead})
     endpoint.check(settings.ca_file)
     if endpoint.node_rank is None and flags.node_rank:
         _warn_unused_flag("node_rank", "it is used only with --rdzv-backend=static")
@@ -547,7 +550,13 @@ def _there(script: str) -> None:
     """
     path = Path(script)
     if not path.exists():
-        raise ConfigError(f"script {path.absolute()}: there is no such file")
+        message = f"script {path.absolute()}: there is no such file"
+        if shutil.which(script) is not None:
+            message += (
+                f"; {script} is a program: write the script in its place, or --no-python before "
+                "a program that is no Python script"
+            )
+        raise ConfigError(message)
     if path.is_dir() and not (path / "__main__.py").exists():
         raise ConfigError(
             f"script {path.absolute()}: this is a folder without a __main__.py; expected a script"

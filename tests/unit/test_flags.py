@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from dlrover_agent import flags
 from dlrover_agent.cli import count_gpus, main, output_settings
 from dlrover_agent.settings import Settings
-from dlrover_agent.standalone import Endpoint, OwnMaster
+from dlrover_agent.standalone import Endpoint, OwnMaster, misplaced_nodes
 from dlrover_py.protocol import commands, names
 from dlrover_py.protocol.errors import ConfigError, UnreachableError
 
@@ -156,6 +156,44 @@ def test_a_wrong_value_is_blamed_on_the_variable_that_it_came_from(
     assert message in from_there
     assert f"; PET_{variable} in the environment sets {flag}" in from_there
     assert "in the environment" not in said(f"{flag}={value}"), "the command line wins"
+
+
+@pytest.mark.parametrize(
+    ("words", "tasks", "why"),
+    [
+        ((), "4", "Slurm starts 4 tasks of this command, each is a node, and --nnodes is 1:"),
+        (("--nnodes=1:2", "--rdzv-endpoint=h:1"), "3", "Slurm starts 3 tasks"),
+        (("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint="), "2", "meet at localhost"),
+        (("--nnodes=2",), "", "meet at localhost"),
+        (("--nnodes=4", "--rdzv-backend=c10d", "--rdzv-endpoint=h:1"), "4", ""),
+        (("--nnodes=2", "--master-addr=h"), "2", ""),
+        (("--standalone",), "8", ""),
+        ((), "1", ""),
+        ((), "x", ""),
+        ((), "", ""),
+    ],
+)
+def test_nodes_that_will_not_find_each_other_are_told(
+    words: tuple[str, ...], tasks: str, why: str
+) -> None:
+    """`srun elastic-run train.py` made several trainings of one node each, without a word."""
+    said, instead = misplaced_nodes(parse(*words, "train.py"), {"SLURM_STEP_NUM_TASKS": tasks})
+    assert why in said
+    assert bool(said) == bool(instead) == bool(why)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["python", "t.py"], "there is no such file; python is a program: write the script in"),
+        (["--standalone", "--rdzv-conf=a", __file__], "--rdzv-conf is 'a': expected KEY=VALUE"),
+    ],
+)
+def test_a_slip_on_one_machine_is_told(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words)
+    assert message in capsys.readouterr().err
 
 
 def test_a_choice_in_the_environment_is_checked() -> None:
