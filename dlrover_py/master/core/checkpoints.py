@@ -454,14 +454,9 @@ class Checkpoints:
         Returns:
             Monotonic time; minus infinity if no request is open, or another node has the part.
         """
-        run, flush = self._run, self._flush
-        if flush is None or not flush.stay:
-            return -math.inf
-        key = run.id if run is not None else self.newest_complete()
-        written = run is not None and (node not in run.ranks or node in run.done)
-        if key is None or written or not self.memory.is_only_holder(node, key):
-            return -math.inf
-        return flush.until
+        key, flush = self.writing or self.newest_complete(), self._flush
+        alone = key is not None and self.memory.is_only_holder(node, key)
+        return flush.until if flush is not None and alone and self.holds(node) else -math.inf
 
     # --- Queries ---
 
