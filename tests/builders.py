@@ -155,6 +155,7 @@ class SimAgent:
     phase: WorkerPhase = WorkerPhase.IDLE
     failure: WorkerFailure | None = None
     progress: Progress | None = None
+    reached_step: int | None = None
     leaving: str = ""
     gives_up: str = ""
     nested: str = ""
@@ -213,6 +214,7 @@ class SimAgent:
             max_restarts=self.max_restarts,
             failure=self.failure,
             progress=self.progress,
+            reached_step=self.reached_step,
             leaving=self.leaving,
             gives_up=self.gives_up,
             nested=self.nested,
@@ -259,6 +261,8 @@ class SimAgent:
         elif new.round > self.follows:
             self.follows = new.round
             self.starts.append(new.round)
+            if self.progress is not None:
+                self.reached_step = max(self.progress.step, self.reached_step or 0)
             self.phase, self.failure, self.progress = WorkerPhase.RUNNING, None, None
             self.cut_off = ""
             self.offer = fresh_offer(self.node)  # the previous offer is used by this round

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from dlrover_agent import flags as given
 from dlrover_agent.flags import TORCH_S, Flags
 from dlrover_agent.settings import LINE_PREFIX, Command, OutputSettings, Settings, environment
-from dlrover_agent.standalone import Endpoint, hosted
+from dlrover_agent.standalone import Endpoint, hosted, misplaced_nodes
 from dlrover_py.pacing import random_delay_s
 from dlrover_py.process.blocking import shared_writer
 from dlrover_py.process.identity import ignores_signal
@@ -90,9 +90,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     environ = environment()
     member = bool(environ.get(ENV_MASTER_ADDR))
+    variables: Mapping[str, str] = {}
     try:
         settings = Settings.from_environment(environ)
         flags = given.parse(sys.argv[1:] if argv is None else argv, environ)
+        variables = flags.variables
         member = settings.in_job and not flags.standalone
         level = settings.log_level or ("INFO" if member else "WARNING")
         setup("elastic-run", level=level, node=settings.node_id, aside=True)
@@ -109,8 +111,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise FileLimitError("Too many open files") from error
     except DLRoverError as error:
         finish_output()
-        _print_error(f"elastic-run: {error}\n")
-        _tell_parent(environ, str(error), ())
+        message = given.name_variables(str(error), variables)
+        _print_error(f"elastic-run: {message}\n")
+        _tell_parent(environ, message, ())
         code = int(error.exit_code)
     else:
         code = outcome.code
@@ -247,6 +250,9 @@ def _run_without_platform(flags: Flags, settings: Settings, command: Command) ->
         DLRoverError: A signal that asks the agent to end has arrived before the agent runs.
     """
     endpoint = Endpoint.of(flags)
+    why, instead = misplaced_nodes(flags, settings.environ)
+    if why:
+        log.warning("nodes_misplaced", extra={"why": why, "instead": instead})
     endpoint.check(settings.ca_file)
     if endpoint.node_rank is None and flags.node_rank:
         _warn_unused_flag("node_rank", "it is used only with --rdzv-backend=static")
@@ -449,6 +455,8 @@ def _command(flags: Flags, settings: Settings, *, member: bool) -> Command:
         raise ConfigError(
             f"--max-restarts is {flags.max_restarts}: expected a number from 0 to {MAX_RESTARTS}"
         )
+    if flags.node_unit < 1:
+        raise ConfigError(f"--node-unit is {flags.node_unit}: expected a number from 1")
     if len(flags.role) > 1024 or not flags.role.isprintable():
         raise ConfigError(
             f"--role is {flags.role[:60]!r}: expected a name of at most 1024 printable characters"
@@ -542,7 +550,13 @@ def _there(script: str) -> None:
     """
     path = Path(script)
     if not path.exists():
-        raise ConfigError(f"script {path.absolute()}: there is no such file")
+        message = f"script {path.absolute()}: there is no such file"
+        if shutil.which(script) is not None:
+            message += (
+                f"; {script} is a program: write the script in its place, or --no-python before "
+                "a program that is no Python script"
+            )
+        raise ConfigError(message)
     if path.is_dir() and not (path / "__main__.py").exists():
         raise ConfigError(
             f"script {path.absolute()}: this is a folder without a __main__.py; expected a script"

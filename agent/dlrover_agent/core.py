@@ -227,6 +227,8 @@ class Core:
     """Why round ``follows`` failed on this node; None if it did not."""
     progress: Progress | None = None
     """Progress of the script in round ``follows``; None before the first step was reported."""
+    reached_step: int | None = None
+    """Highest step of earlier rounds, and of workers that were being stopped; None without one."""
     checks: int = 0
     """Number of the newest check that the agent has taken up."""
     check: CheckResult | None = None
@@ -243,6 +245,8 @@ class Core:
     """Measurements of a check's workers, by local rank."""
     _workers_round: int = 0
     """Round of the workers that were started last."""
+    _workers_check: bool = False
+    """Whether these workers were started for a check."""
     _occupied: bool = False
     """Whether processes of round ``_workers_round`` may still exist."""
     _stopping: bool = False
@@ -373,6 +377,8 @@ class Core:
             return self._stop_old_round(new) if self._last_step else []
         else:
             self.follows, self._round_taken_up_at = new.round, now
+        if self.progress is not None:
+            self._reached(self.progress.step)
         self.failure = self.progress = None
         self.cut_off = ""
         self._next = new
@@ -480,13 +486,17 @@ class Core:
         """Update the progress, or keep the measurements of a check's worker.
 
         Only the first step of a round leads to an immediate report. Steps are ignored if they are
-        of another round or older than the newest one, or if the workers do not run. A check's
-        report with a negative measurement is ignored.
+        of another round or older than the newest one. Steps of workers that no longer run are not
+        progress: the agent only keeps the highest one. A check's report with a negative measurement
+        is ignored.
         """
         checking = report.round == self._workers_round and self.phase is WorkerPhase.CHECKING
         if checking and all(report.metrics.get(name, 0.0) >= 0 for name in MEASURED):
             self._measurements[report.local_rank] = report.metrics
-        if report.round != self._workers_round or self.phase is not WorkerPhase.RUNNING:
+        if report.round != self._workers_round or self._workers_check:
+            return []
+        if self.phase is not WorkerPhase.RUNNING:
+            self._reached(report.step)
             return []
         old = self.progress
         if old is None:
@@ -519,6 +529,10 @@ class Core:
             }
         )
         return []
+
+    def _reached(self, step: int) -> None:
+        """Keep a step that is no progress of the current round, if it is the highest one."""
+        self.reached_step = max(step, self.reached_step or 0)
 
     def _on_master_lost(self, message: str) -> list[Effect]:
         """End the agent if no worker process may exist; else do nothing: workers need no master.
@@ -600,8 +614,8 @@ class Core:
         self._workers_round = assignment.round
         self._alive = set(range(self.nproc))
         self._occupied = True
-        checks = assignment.directive is Directive.CHECK
-        self.phase = WorkerPhase.CHECKING if checks else WorkerPhase.RUNNING
+        self._workers_check = assignment.directive is Directive.CHECK
+        self.phase = WorkerPhase.CHECKING if self._workers_check else WorkerPhase.RUNNING
         self._measurements.clear()
         self._peer_seen_at = None
         return [Start(assignment)]

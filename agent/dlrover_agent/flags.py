@@ -88,6 +88,8 @@ class Flags(TorchrunFlags):
     cold_start: bool
     given: frozenset[str]
     """Names of the flags whose values differ from their defaults."""
+    variables: Mapping[str, str]
+    """Names of the flags whose values are from the environment, each with its variable."""
     launcher: commands.Call | None
     """The launcher that the script's command line starts; None if it is not seen to start one."""
 
@@ -95,7 +97,13 @@ class Flags(TorchrunFlags):
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, with exit code 2 as in torchrun."""
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.variables: dict[str, str] = {}
+        """Names of the flags whose values are from the environment, each with its variable."""
+
     def error(self, message: str) -> NoReturn:
+        message = name_variables(message, self.variables)
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
@@ -145,11 +153,27 @@ class _Level(argparse.Action):
         namespace.precheck_flag = more[-1]
 
 
-def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
+def name_variables(message: str, variables: Mapping[str, str]) -> str:
+    """Return an error message that also says which flags in it have their values from variables.
+
+    Args:
+        message: The message.
+        variables: Names of flags, such as ``--nnodes``, each with its variable.
+    """
+    named = [
+        f"{variable} in the environment sets {flag}"
+        for flag, variable in variables.items()
+        if re.search(rf"(?<![\w-]){flag}(?![\w-])", message)
+    ]
+    return f"{message}; {' and '.join(named)}" if named else message
+
+
+def parser(environ: Mapping[str, str]) -> _Parser:
     """Return the parser, with defaults from the ``PET_*`` variables in ``environ``.
 
     Raises:
-        ConfigError: The ``PET_*`` variable of a switch is not a number.
+        ConfigError: The ``PET_*`` variable of a switch is not a number, or that of a flag with
+            choices is none of them.
     """
     p = _Parser(
         prog="elastic-run",
@@ -178,8 +202,9 @@ def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
 class _FlagGroup:
     """A group of flags, each of which can be written with dashes or with underscores."""
 
-    def __init__(self, p: argparse.ArgumentParser, title: str, environ: Mapping[str, str]) -> None:
+    def __init__(self, p: _Parser, title: str, environ: Mapping[str, str]) -> None:
         self.group, self._environ = p.add_argument_group(title), environ
+        self._variables = p.variables
 
     def value(
         self, name: str, default: object, help: str, *short: str, env: bool = True, **options: Any
@@ -193,9 +218,15 @@ class _FlagGroup:
             short: Short names of the flag.
             env: Whether the variable ``PET_<NAME>`` replaces the default.
             options: More arguments of :meth:`argparse.ArgumentParser.add_argument`.
+
+        Raises:
+            ConfigError: The variable has a value that is none of the choices.
         """
-        if env:
-            default = self._environ.get(_pet(name), default)
+        if env and (text := self._environ.get(_pet(name))) is not None:
+            default, self._variables[name] = text, _pet(name)
+            choices = options.get("choices")
+            if choices and text not in choices:  # argparse checks only the command line
+                raise ConfigError(f"{_pet(name)} is {text!r}: expected {', '.join(choices)}")
         self.group.add_argument(*_names(name, short), default=default, help=help, **options)
 
     def switch(self, name: str, help: str, *short: str) -> None:
@@ -342,10 +373,13 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Flags:
     p = parser(environ)
     parts = commands.split(argv, elastic_run=True)
     stand_in = ["script"] if parts.script else []
+    for word in parts.flags:  # the command line wins
+        p.variables.pop("--" + word.partition("=")[0].lstrip("-").replace("_", "-"), None)
     flags, unknown = p.parse_known_args([*parts.flags, *stand_in], Flags())
     if unknown:
         p.error(_unknown(unknown[0]))
     defaults = vars(parser({}).parse_args(stand_in))
+    flags.variables = p.variables
     flags.given = frozenset(k for k, v in vars(flags).items() if defaults.get(k) != v)
     flags.training_script, *flags.training_script_args = parts.script
     flags.launcher = commands.nested(list(commands.script_calls(parts)))
@@ -467,11 +501,9 @@ def local_ranks(text: str) -> frozenset[int] | None:
     """
     if not text:
         return None
-    try:
-        return frozenset(int(part) for part in text.split(","))
-    except ValueError:
-        message = f"--local-ranks-filter is {text!r}: expected local ranks, such as 0,1"
-        raise ConfigError(message) from None
+    if not re.fullmatch(r" *\d{1,9} *(, *\d{1,9} *)*", text):
+        raise ConfigError(f"--local-ranks-filter is {text!r}: expected local ranks, such as 0,1")
+    return frozenset(int(part) for part in text.split(","))
 
 
 def conf(text: str) -> dict[str, str]:
@@ -506,7 +538,9 @@ def endpoint(text: str, port: int) -> tuple[str, int]:
     if len(host) > 1 and host[0] == "[" and host[-1] == "]":
         host = host[1:-1]
     if not (_PORT.fullmatch(given) and int(given) < 65536 and _HOST.match(host)):
-        raise ConfigError(f"endpoint {text!r}: expected HOST:PORT, such as node0.example:29400")
+        raise ConfigError(
+            f"--rdzv-endpoint is {text!r}: expected HOST:PORT, such as node0.example:29400"
+        )
     return host, int(given)
 
 

@@ -541,6 +541,7 @@ class Agent:
             max_restarts=self._max_restarts,
             failure=core.failure,
             progress=core.progress,
+            reached_step=core.reached_step,
             leaving=core.leaving,
             cut_off=core.cut_off,
             warm=self._workers.warm.ready,

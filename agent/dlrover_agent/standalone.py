@@ -126,6 +126,7 @@ class Endpoint:
         min_nodes, max_nodes = given.nodes(flags.nnodes)
         if flags.local_addr is not None:
             check_host("--local-addr", flags.local_addr)
+        conf = given.conf(flags.rdzv_conf)
         backend, target = flags.rdzv_backend, flags.rdzv_endpoint
         static = backend == "static"
         if flags.standalone or (
@@ -146,7 +147,6 @@ class Endpoint:
                 "does the rendezvous, at the node that --rdzv-endpoint names, and needs no other "
                 "service"
             )
-        conf = given.conf(flags.rdzv_conf)
         rank = None
         if static:
             if min_nodes != max_nodes:
@@ -159,6 +159,10 @@ class Endpoint:
                 message = f"--node-rank is {rank} and --nnodes {max_nodes}"
                 raise ConfigError(f"{message}: expected a rank from 0 to {max_nodes - 1}")
             at = STATIC_PORT if flags.master_port is None else flags.master_port
+            if not target:
+                check_host("--master-addr", flags.master_addr)
+                if not 0 <= at <= 65535:
+                    raise ConfigError(f"--master-port is {at}: expected a port from 0 to 65535")
             target = target or f"{flags.master_addr}:{at}"
         host, port = given.endpoint(target, STATIC_PORT if static else C10D_PORT)
         if port == 0 and max_nodes > 1:
@@ -384,6 +388,39 @@ def _seconds(conf: Mapping[str, str], key: str, default: float) -> float:
     if not value > 0:
         raise ConfigError(f"--rdzv-conf {key} is {conf[key]!r}: expected a number above 0")
     return value
+
+
+def misplaced_nodes(flags: Flags, environ: Mapping[str, str]) -> tuple[str, str]:
+    """Return why nodes of a job without a platform will not find each other, and what to do.
+
+    Two cases are seen. Slurm starts more tasks of this command than the job has nodes: each task
+    then trains alone, or stands by. Or the job has several nodes, but no endpoint is given.
+
+    Args:
+        flags: The command line.
+        environ: Environment, with Slurm's variables in a step.
+
+    Returns:
+        Two empty texts in all other cases, and with ``--standalone``, by which tasks train alone.
+    """
+    if flags.standalone:
+        return "", ""
+    most = given.nodes(flags.nnodes)[1]
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
+    if re.fullmatch(r"[0-9]{1,9}", tasks) and int(tasks) > most:
+        return (
+            f"Slurm starts {tasks} tasks of this command, each is a node, and --nnodes is "
+            f"{flags.nnodes}: every task trains alone, or more nodes come than can train",
+            "start one task per node (--ntasks-per-node=1), with --nnodes=$SLURM_NNODES "
+            "--rdzv-backend=c10d --rdzv-endpoint=HOST:PORT; or give --standalone",
+        )
+    if most > 1 and not flags.rdzv_endpoint.strip() and "master_addr" not in flags.given:
+        return (
+            f"--nnodes is {flags.nnodes} and no --rdzv-endpoint or --master-addr names another "
+            "machine: the nodes meet at localhost, where only agents of this machine can join",
+            "name a node: --rdzv-endpoint=HOST:PORT; a variable of the shell in it may be empty",
+        )
+    return "", ""
 
 
 class EndpointTakenError(Exception):

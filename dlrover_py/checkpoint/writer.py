@@ -22,19 +22,18 @@ The files follow torch/distributed/checkpoint/filesystem.py of torch 2.6 to 2.13
 """
 
 import contextlib
+import io
 import logging
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from math import prod
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -227,6 +226,26 @@ def _tensor(slot: ShmSlot, chunk: TensorChunk, at: int) -> torch.Tensor:
     return flat.reshape(chunk.shape)
 
 
+class _FileInMemory(dcp_files.FileSystem):  # type: ignore[misc]
+    """A file system for torch DCP that keeps the content of the one file that is written."""
+
+    content = b""
+
+    @contextlib.contextmanager
+    def create_stream(
+        self, path: str | os.PathLike[str], mode: str
+    ) -> Generator[io.IOBase, None, None]:
+        with io.BytesIO() as stream:
+            yield stream
+            self.content = stream.getvalue()
+
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        return False
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """Do nothing: the content has no name."""
+
+
 def metadata(manifest: Manifest, extents: Mapping[tuple[Any, ...], tuple[int, int]]) -> bytes:
     """Return the contents of torch DCP's ``.metadata`` file of a checkpoint.
 
@@ -257,13 +276,13 @@ def metadata(manifest: Manifest, extents: Mapping[tuple[Any, ...], tuple[int, in
     paths = {key: (key,) if "/" in key else tuple(key.split(".", 1)) for key in tensors}
     top = {path[0] for path in paths.values() if len(path) == 1}
     paths = {key: (key,) if path[0] in top else path for key, path in paths.items()}
-    # torch writes the file in its own format, to a temporary folder, because the store may be a
-    # bucket.
-    with tempfile.TemporaryDirectory(prefix="dlrover-") as folder:
-        writer = FileSystemWriter(folder, sync_files=False)
-        writer.storage_meta = dcp.StorageMeta  # without the path of the temporary folder
-        writer.finish(dcp.Metadata(tensors, planner_data=paths), [results])
-        return Path(folder, METADATA_FILE).read_bytes()
+    # torch writes the file in its own format. It is kept in memory: the store may be a bucket, and
+    # /tmp may be full.
+    writer, files = FileSystemWriter("", sync_files=False), _FileInMemory()
+    writer.fs = files
+    writer.storage_meta = dcp.StorageMeta  # without a path
+    writer.finish(dcp.Metadata(tensors, planner_data=paths), [results])
+    return files.content
 
 
 # --- Attempt ---

@@ -99,8 +99,8 @@ def rm(keys: tuple[str, ...], remove_all: bool) -> None:
     try:
         known = [entry.key for entry in found.entries()]
         for key in keys:
-            if not any(one.startswith(key) for one in known):
-                raise ConfigError(f"there is no recipe {key}; see `dlrover cache ls`")
+            if not (key and any(one.startswith(key) for one in known)):
+                raise ConfigError(f"there is no recipe {key!r}; see `dlrover cache ls`")
         chosen = [one for one in known if remove_all or one.startswith(keys)]
         for key in chosen:
             found.remove(key)

@@ -451,7 +451,11 @@ def get(name: str | None, all_namespaces: bool, watch: bool, as_json: bool, targ
             cluster = stack.enter_context(ClusterClient(target))
         except NoClusterError as error:
             jobs = [*local_jobs.running(settings).values()]
-            if not may_be_local or name is not None or (watch and not jobs):
+            if may_be_local and name is not None:
+                raise ConfigError(
+                    f"job {name} is not known on this machine; see `dlrover job list`\n{error}"
+                ) from error
+            if not may_be_local or (watch and not jobs):
                 raise ConfigError(f"{error}; for this machine see `dlrover job list`") from error
             if not jobs:
                 click.echo(f"dlrover: no job runs on this machine, and {error}", err=True)
@@ -568,7 +572,12 @@ def events(name: str | None, as_json: bool, target: Target) -> None:
 
 @job.command()
 @job_name
-@click.option("--round", "round_number", type=int, help="Explain why this round was formed.")
+@click.option(
+    "--round",
+    "round_number",
+    type=click.IntRange(min=1),
+    help="Explain why this round was formed.",
+)
 @as_json
 @target_options
 def why(name: str | None, round_number: int | None, as_json: bool, target: Target) -> None:
@@ -686,10 +695,15 @@ def report(name: str | None, target: Target) -> None:
 @click.option(
     "--rank",
     "only_rank",
-    type=int,
+    type=click.IntRange(min=0),
     help="Show only this global rank; in a cluster, all workers of its node.",
 )
-@click.option("--round", "only_round", type=int, help="Show only this round; not in a cluster.")
+@click.option(
+    "--round",
+    "only_round",
+    type=click.IntRange(min=1),
+    help="Show only this round; not in a cluster.",
+)
 @click.option("--agents", is_flag=True, help="Show the logs of agents and master instead.")
 @click.option("--previous", is_flag=True, help="In a cluster: include Pods that have ended.")
 @target_options
@@ -1100,8 +1114,9 @@ def remove_runs(
 ) -> None:
     """Remove past runs of this machine, with their logs. Running jobs are never removed.
 
-    All given conditions must hold. If no past run matches, the command says so and succeeds. What
-    an earlier call could not remove completely is removed in any case.
+    All given conditions must hold. If no past run matches, the command says so and succeeds. It
+    fails, and removes nothing, if a job of a given name has no past run. What an earlier call could
+    not remove completely is removed in any case.
 
     \f
 
@@ -1113,8 +1128,8 @@ def remove_runs(
         yes: do not ask for confirmation.
 
     Raises:
-        ConfigError: no condition is given, ``older_than`` has another form, a folder cannot be
-            removed, or there is no terminal for the question.
+        ConfigError: no condition is given, ``older_than`` has another form, a job of that name has
+            no past run, a folder cannot be removed, or there is no terminal for the question.
         Abort: the user does not confirm (click.Abort).
     """
     settings = Settings.from_environment()
@@ -1123,8 +1138,12 @@ def remove_runs(
     limit = None if older_than is None else runs.seconds(older_than)
     known = runs.ended(settings.state_folder)
     if unknown := set(jobs) - {run.name for run in known}:
-        names = ", ".join(sorted(unknown))
-        click.echo(f"no run of {names} has ended on this machine; see `dlrover job list`", err=True)
+        _finish_removals(settings.state_folder)
+        names = ", ".join(name or "''" for name in sorted(unknown))
+        raise ConfigError(
+            f"no run of {names} has ended on this machine: nothing was removed; see "
+            "`dlrover job list`"
+        )
     gone = runs.to_remove(known, jobs=jobs, older_than_s=limit, keep=keep, now=view.now())
     if not gone:
         _finish_removals(settings.state_folder)

@@ -32,9 +32,27 @@ def _libraries() -> Iterator[None]:
 
 
 @ps.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("--servers", type=int, default=2, show_default=True, help="Number of servers.")
-@click.option("--replicas", type=int, default=2, show_default=True, help="Copies of each row.")
-@click.option("--buckets", type=int, default=64, show_default=True, help="Parts of the tables.")
+@click.option(
+    "--servers",
+    type=click.IntRange(min=1),
+    default=2,
+    show_default=True,
+    help="Number of servers.",
+)
+@click.option(
+    "--replicas",
+    type=click.IntRange(1, 2),
+    default=2,
+    show_default=True,
+    help="Copies of each row.",
+)
+@click.option(
+    "--buckets",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    help="Parts of the tables.",
+)
 @click.option(
     "--ack",
     type=click.Choice(["primary", "backup"]),

@@ -97,6 +97,8 @@ class Access:
         """Draw the secrets."""
         self.token = secrets.token_urlsafe(32)
         self._cookie, self.csrf = (self._derived(use) for use in ("cookie", "csrf"))
+        # Browsers tell no port of a machine from another: a second dashboard has its own cookie.
+        self.cookie_name = f"{COOKIE}-{self._derived('name')[:8]}"
 
     def _derived(self, use: str) -> str:
         """Return a secret that does not tell the token."""
@@ -115,13 +117,18 @@ class Access:
             return None
         answer = RedirectResponse(to, status_code=303)
         answer.set_cookie(
-            COOKIE, self._cookie, httponly=True, samesite="strict", path=path, secure=secure
+            self.cookie_name,
+            self._cookie,
+            httponly=True,
+            samesite="strict",
+            path=path,
+            secure=secure,
         )
         return answer
 
     def known(self, request: Request) -> bool:
         """Return whether a request has the cookie."""
-        sent = request.cookies.get(COOKIE, "")
+        sent = request.cookies.get(self.cookie_name, "")
         return hmac.compare_digest(sent.encode(), self._cookie.encode())
 
     def confirmed(self, sent: str) -> bool:

@@ -496,6 +496,9 @@ class AgentReport(Wire):
     """Why round ``follows`` failed here. It stays until the next round starts."""
     progress: Progress | None = None
     """The progress of the script; None before its first report."""
+    reached_step: Count | None = None
+    """The highest step that scripts of this agent have reported in rounds before ``follows``, or
+    while they were being stopped; None if there is none."""
     warm: bool = False
     """True if the next start is a fork, which takes only a moment."""
     warming: bool = False

@@ -1204,7 +1204,12 @@ def _unsupported(document: dict[str, Any], *, servers: bool) -> str:
     supported = f"only {ALLREDUCE} with the role worker is supported"
     if others:
         named = f"found the role{'s' if len(others) > 1 else ''} {', '.join(others)}"
-        return f"spec.replicaSpecs.{others[0]}: {named}: not supported yet; {supported}"
+        path = f"spec.replicaSpecs.{others[0]}: {named}"
+        if others == ["master"] and strategy in (None, ALLREDUCE):
+            return (
+                f"{path}: no node of a PyTorch job is a master; add its replicas to those of worker"
+            )
+        return f"{path}: not supported yet; {supported}"
     if strategy in (PARAMETER_SERVER, "CustomStrategy", "Local"):
         return f"spec.distributionStrategy: found {strategy}: not supported yet; {supported}"
     return ""

@@ -177,8 +177,8 @@ class CandidateSearch:
             in_memory: whether memory has a checkpoint. Then the wait for storage has a limit.
 
         Raises:
-            CheckpointError: storage has nothing but checkpoints that are damaged or have a newer
-                format, and memory has none.
+            CheckpointError: memory has no checkpoint, and the directory is a file, or storage has
+                nothing but checkpoints that are damaged or have a newer format.
         """
         store = self._store
         stored: list[RestoreSource] = []
@@ -191,6 +191,11 @@ class CandidateSearch:
                     RestoreSource(m.step, m.round, m.timeline, m.world, m.job, False, m.folder)
                 )
         except READ_ERRORS as error:
+            if isinstance(error, NotADirectoryError) and not in_memory:
+                raise CheckpointError(
+                    f"{store.place.url} is a file, or lies below one: expected a folder for "
+                    "checkpoints, which may not exist yet"
+                ) from error
             return stored, f"the checkpoints in storage could not be listed: {error}"
         if store.damaged and not (
             in_memory or stored

@@ -415,6 +415,25 @@ def test_a_new_round_counts_its_steps_anew() -> None:
     assert core.progress.started_at_step == 31
 
 
+def test_steps_of_a_round_that_is_over_are_kept_as_reached() -> None:
+    core = running()
+    told(core, StepReported(1, 0, 50, None, {}), Assigned(assignment(2)))
+    assert core.reached_step == 50, "the last report may have told an older step"
+    told(core, StepReported(1, 0, 51, None, {}), StepReported(1, 0, 49, None, {}))
+    assert (core.reached_step, core.progress) == (51, None)
+    told(core, WorkersGone(1), StepReported(2, 0, 52, None, {}))
+    assert core.reached_step == 51, "step 52 is progress of round 2"
+    told(core, Assigned(assignment(3, WAIT)), StepReported(2, 0, 53, None, {}))
+    assert core.reached_step == 53, "the last step before a wait"
+
+
+def test_steps_of_a_check_are_never_reached() -> None:
+    core = Core(nproc=1)
+    told(core, Assigned(assignment(1, CHECK, round=0, check=1)))
+    told(core, Assigned(assignment(2, round=1)), StepReported(0, 0, 7, None, {}))
+    assert core.reached_step is None
+
+
 # --- checks before the training ---
 
 TIMES = {"matmul_s": 0.5, "allreduce_s": 0.25, "busbw_gb_s": 8.0}

@@ -450,6 +450,14 @@ def test_a_lost_writer_calls_it_off_and_a_replica_takes_its_part() -> None:
     assert desk.attempt() != first
 
 
+def test_a_writer_that_was_killed_after_its_time_is_not_blamed() -> None:
+    desk = sharded(5, persist=True)
+    desk.core.drop(N1, PERSIST_S)
+    desk.look(PERSIST_S)
+    assert desk.notes == ["CheckpointFailed"]
+    assert desk.core.failing.endswith("the write took longer than 100 s")
+
+
 def test_by_its_name_a_sweep_knows_what_an_attempt_has_left(tmp_path: Path) -> None:
     folder = folder_of(5, sharded(5, persist=True).attempt())
     (tmp_path / folder / "parts").mkdir(parents=True)

@@ -135,9 +135,10 @@ class Browser:
 
 
 @pytest.mark.parametrize("path", [*PAGES, "/jobs/demo/changes", "/static/style.css", "/nothing"])
-@pytest.mark.parametrize("cookie", ["", "dlrover-session=", "dlrover-session=ä"])
+@pytest.mark.parametrize("cookie", ["", "{}=", "{}=ä"])
 def test_without_a_session_nothing_is_shown(path: str, cookie: str) -> None:
-    browser = Browser(cookie=cookie)
+    browser = Browser()
+    browser.cookie = cookie.format(browser.access.cookie_name)
     answer = browser.call("GET", path)
     assert answer.status == 401
     assert "demo" not in answer.text
@@ -149,6 +150,15 @@ def test_without_a_session_nothing_is_shown(path: str, cookie: str) -> None:
 def test_a_wrong_token_gets_no_cookie(token: str) -> None:
     answer = Browser().call("GET", f"/enter?{urlencode({'token': token})}")
     assert (answer.status, "set-cookie" in answer.headers) == (401, False)
+
+
+def test_a_second_dashboard_of_the_machine_ends_no_session() -> None:
+    """A browser has one jar for all ports of 127.0.0.1."""
+    first, second = Browser().enter(), Browser().enter()
+    jar = dict(browser.cookie.split("=") for browser in (first, second))
+    for browser in (first, second):
+        browser.cookie = "; ".join(f"{name}={value}" for name, value in jar.items())
+        assert browser.call("GET", "/").status == 200
 
 
 def test_the_cookie_is_for_our_pages_only() -> None:

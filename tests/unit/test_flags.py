@@ -1,6 +1,7 @@
 """elastic-run's command line, beside that of the installed torchrun."""
 
 import argparse
+import contextlib
 import io
 import os
 import signal
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from dlrover_agent import flags
 from dlrover_agent.cli import count_gpus, main, output_settings
 from dlrover_agent.settings import Settings
-from dlrover_agent.standalone import Endpoint, OwnMaster
+from dlrover_agent.standalone import Endpoint, OwnMaster, misplaced_nodes
 from dlrover_py.protocol import commands, names
 from dlrover_py.protocol.errors import ConfigError, UnreachableError
 
@@ -115,6 +116,89 @@ def test_environment_stands_in_for_flags(
     assert {k: ours[k] for k in theirs} == theirs
     beaten = of_torch(["--nnodes=5", "train.py"])
     assert vars(parse("--nnodes=5", "train.py", **values))["nnodes"] == beaten["nnodes"] == "5"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("MASTER_PORT", "x", "argument --master-port/--master_port: invalid int value: 'x'"),
+        ("MASTER_PORT", "65536", "--master-port is 65536: expected a port from 0 to 65535"),
+        ("MASTER_ADDR", "a b", "--master-addr is 'a b': expected a host name or an IP address"),
+        ("NNODES", "two", "--nnodes is 'two': expected N or MIN:MAX"),
+        ("RDZV_ENDPOINT", "a:b", "--rdzv-endpoint is 'a:b': expected HOST:PORT"),
+        ("MAX_RESTARTS", "-1", "--max-restarts is -1: expected a number from 0"),
+        ("TEE", "9", "--tee is '9': expected 0, 1, 2 or 3"),
+        ("NPROC_PER_NODE", "0", "--nproc-per-node is '0': expected a number from 1"),
+        ("SHUTDOWN_TIMEOUT", "-1", "--shutdown-timeout is '-1': expected a number of seconds"),
+        ("LOCAL_RANKS_FILTER", "-1", "--local-ranks-filter is '-1': expected local ranks"),
+    ],
+)
+def test_a_wrong_value_is_blamed_on_the_variable_that_it_came_from(
+    variable: str,
+    value: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flag = "--" + variable.lower().replace("_", "-")
+    many = [] if flag in ("--nnodes", "--rdzv-endpoint") else ["--nnodes=2"]
+
+    def said(*argv: str) -> str:
+        with contextlib.suppress(SystemExit):
+            assert main([*many, *argv, __file__])
+        return capsys.readouterr().err
+
+    on_the_line = said(f"{flag}={value}")
+    assert message in on_the_line
+    assert "in the environment" not in on_the_line
+    monkeypatch.setenv(f"PET_{variable}", value)
+    from_there = said()
+    assert message in from_there
+    assert f"; PET_{variable} in the environment sets {flag}" in from_there
+    assert "in the environment" not in said(f"{flag}={value}"), "the command line wins"
+
+
+@pytest.mark.parametrize(
+    ("words", "tasks", "why"),
+    [
+        ((), "4", "Slurm starts 4 tasks of this command, each is a node, and --nnodes is 1:"),
+        (("--nnodes=1:2", "--rdzv-endpoint=h:1"), "3", "Slurm starts 3 tasks"),
+        (("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint="), "2", "meet at localhost"),
+        (("--nnodes=2",), "", "meet at localhost"),
+        (("--nnodes=4", "--rdzv-backend=c10d", "--rdzv-endpoint=h:1"), "4", ""),
+        (("--nnodes=2", "--master-addr=h"), "2", ""),
+        (("--standalone",), "8", ""),
+        ((), "1", ""),
+        ((), "x", ""),
+        ((), "", ""),
+    ],
+)
+def test_nodes_that_will_not_find_each_other_are_told(
+    words: tuple[str, ...], tasks: str, why: str
+) -> None:
+    """`srun elastic-run train.py` made several trainings of one node each, without a word."""
+    said, instead = misplaced_nodes(parse(*words, "train.py"), {"SLURM_STEP_NUM_TASKS": tasks})
+    assert why in said
+    assert bool(said) == bool(instead) == bool(why)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["python", "t.py"], "there is no such file; python is a program: write the script in"),
+        (["--standalone", "--rdzv-conf=a", __file__], "--rdzv-conf is 'a': expected KEY=VALUE"),
+    ],
+)
+def test_a_slip_on_one_machine_is_told(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words)
+    assert message in capsys.readouterr().err
+
+
+def test_a_choice_in_the_environment_is_checked() -> None:
+    with pytest.raises(ConfigError, match="PET_START_METHOD is 'thread': expected spawn, fork"):
+        parse("train.py", start_method="thread")
 
 
 def test_switch_in_the_environment_is_a_number() -> None:

@@ -454,6 +454,52 @@ def test_time_without_new_ground_does_not_forgive() -> None:
     assert "BudgetReset" in bench.reasons()
 
 
+def resumed(bench: Bench) -> str:
+    """The newest event of a round whose first step was reported."""
+    events = bench.job.state.events
+    return next(e.message for e in reversed(events) if e.reason == "TrainingResumed")
+
+
+@pytest.mark.parametrize("how", ["a late report of round 1", "the first report of round 2"])
+def test_steps_that_are_told_after_the_next_round_was_formed_had_been_reached(how: str) -> None:
+    bench = running(elastic_job(2, 1), Rules(forgive_after_s=20))
+    agent = bench.agent("n0")
+    agent.reach(10)
+    bench.exchange()
+    agent.reach(13)
+    bench.change(elastic_job(1, 1))
+    bench.to(bench.wake_at)
+    assert bench.job.state.round == 2
+    if how == "a late report of round 1":
+        bench.say(agent)
+        agent.progress = None
+    bench.answer(agent)
+    agent.reach(14)
+    bench.exchange()
+    assert resumed(bench) == (
+        "first step of round 2 is 14; step 13 had been reached: no steps are repeated"
+    )
+
+
+def test_steps_of_the_last_round_are_no_progress_of_the_next() -> None:
+    bench = running(elastic_job(2, 1), Rules(forgive_after_s=20))
+    agent = bench.agent("n0")
+    agent.reach(10)
+    bench.exchange()
+    agent.fail(crash(step=10))
+    bench.settle()
+    agent.reach(13)
+    bench.change(elastic_job(1, 1))
+    bench.to(bench.wake_at)
+    bench.exchange()
+    agent.reach(11)
+    bench.pass_time(50.0)
+    assert "BudgetReset" not in bench.reasons(), "step 13 was reached before"
+    agent.reach(14)
+    bench.pass_time(25.0)
+    assert "BudgetReset" in bench.reasons()
+
+
 def test_a_drained_node_costs_nobody_anything() -> None:
     bench = running(elastic_job(2, 1, standby=1, restarts=0))
     bench.agent("n1").leaving = "SIGTERM"
@@ -2002,6 +2048,54 @@ def test_what_is_newest_at_the_end_of_a_job_is_stored() -> None:
     assert not any(agent.lingers for agent in bench.living())
     assert bench.job.live.checkpoints.storage is not None
     assert bench.job.live.checkpoints.storage.step == 7
+
+
+@pytest.mark.parametrize("replica", [False, True])
+@pytest.mark.parametrize("end", ["suspend", "stop"])
+def test_a_node_that_writes_the_last_checkpoint_may_be_silent(end: str, replica: bool) -> None:
+    """On a machine with much load, an agent may be silent for longer than its lease."""
+    bench = running(elastic_job(2, 2))
+    for agent in bench.living():
+        agent.save(7, persist=False)
+        agent.stores = True
+    if replica:
+        copy = bench.agent("n0").memory[0].model_copy(update={"replica": True})
+        bench.agent("n1").memory.append(copy)
+    bench.settle()
+    if end == "stop":
+        bench.step(JobStopped())
+    else:
+        bench.change(bench.spec.suspended(True))
+    bench.exchange()
+    bench.exchange()
+    silent = bench.agent("n0")
+    silent.frozen = True
+    bench.pass_time(bench.rules.lease_s + 1.0)
+    assert ("CheckpointCanceled" in bench.reasons()) is replica, "another node can write its part"
+    silent.frozen = False
+    bench.settle()
+    for _ in range(2):  # the coordinator needs a grant
+        for agent in bench.living():
+            agent.write(PersistPhase.DONE)
+        bench.settle()
+    assert bench.job.live.checkpoints.storage is not None
+    assert bench.job.live.checkpoints.storage.step == 7
+
+
+def test_a_silent_node_of_a_job_that_is_over_is_not_kept_for_ever() -> None:
+    bench = running(elastic_job(2, 2))
+    for agent in bench.living():
+        agent.save(7, persist=False)
+        agent.stores = True
+    bench.settle()
+    bench.step(JobStopped())
+    bench.exchange()
+    bench.exchange()
+    bench.agent("n0").frozen = True
+    bench.pass_time(bench.job.live.grace_s + bench.rules.lease_s)
+    assert bench.job.live.nodes[NodeId("n0")].phase is NodePhase.GONE
+    (failed,) = [e for e in bench.job.state.events if e.reason == "CheckpointFailed"]
+    assert "took longer than" in failed.message
 
 
 def test_a_smaller_wish_that_is_taken_back_at_once_costs_no_round() -> None:

@@ -337,6 +337,7 @@ def test_a_fraction_of_high_priority_is_no_class() -> None:
         ("spec.distributionStrategy", "CustomStrategy", "not supported yet"),
         ("spec.replicaSpecs.ps", {"replicas": 1}, "role ps"),
         ("spec.replicaSpecs.chief", {"replicas": 1, "huh": 1}, "role chief"),
+        ("spec.replicaSpecs.master", {"replicas": 1}, "add its replicas to those of worker"),
     ],
 )
 def test_what_is_not_run_yet_is_told_apart_from_a_fault(path: str, value: Any, words: str) -> None:

@@ -401,6 +401,19 @@ def test_all_buckets_go_back_and_none_is_lost_while_it_is_read() -> None:
     }
 
 
+def test_no_row_is_lost_with_the_last_server_while_the_cut_is_read() -> None:
+    """The rows are in the cut, which the next server reads."""
+    made = planner()
+    made.lost("s0")
+    made.restore(PLACE, (ADAM,), 4, {"staying"})
+    made.lost("s1")
+    assert not any(one.lost for one in made.map.placements)
+    made.heard("s2", "at-s2", 1.0)
+    assert {(one.primary, one.loading, one.lost) for one in made.map.placements} == {
+        ("s2", True, False)
+    }
+
+
 def test_a_cut_of_other_tables_changes_nothing() -> None:
     made = planner()
     before = made.map

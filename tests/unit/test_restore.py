@@ -1200,6 +1200,17 @@ def test_a_storage_that_does_not_answer_may_have_something(tmp_path: Path) -> No
     assert load(fresh(2), tmp_path, store=store) is not None
 
 
+@pytest.mark.parametrize("below", ["", "run-1"])
+def test_a_file_in_the_place_of_the_directory_is_told(tmp_path: Path, below: str) -> None:
+    """It said "it is not known whether there is a checkpoint: try again"."""
+    (tmp_path / "file").touch()
+    store = CheckpointDirectory(tmp_path / "file" / below)
+    with pytest.raises(CheckpointError, match="is a file, or lies below one: expected a folder"):
+        load(fresh(2), tmp_path / "none", store=store)
+    stage(tmp_path / "0.0", trained(1))
+    assert load(fresh(2), tmp_path, store=store) is not None
+
+
 class Hanging(CheckpointDirectory):
     """A file system whose server is gone."""
 

@@ -96,6 +96,20 @@ def test_what_a_failed_removal_has_left_is_removed_by_the_next_one(
         assert [path.name for path in tmp_path.iterdir()] == (["b@1"] if least_age != "1s" else [])
 
 
+@pytest.mark.parametrize("names", [["NOSUCH"], ["b", "NOSUCH"], [""]])
+def test_the_name_of_a_job_that_is_not_there_removes_nothing_and_fails(
+    tmp_path: Path,
+    names: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    folder = made(tmp_path, "b@1")
+    monkeypatch.setenv("DLROVER_STATE_DIR", str(tmp_path))
+    assert main(["job", "rm", "--yes", *names]) == 2
+    assert f"no run of {names[-1] or chr(39) * 2} has ended" in capfd.readouterr().err
+    assert folder.exists()
+
+
 def test_what_cannot_be_removed_is_told_with_its_path_and_is_no_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -271,11 +271,18 @@ class Checkpoints:
         if report.persisting is not None and self._run is not None:
             self._progressed(node, report)
 
-    def drop(self, node: NodeId) -> None:
+    def drop(self, node: NodeId, now: float = -math.inf) -> None:
         """Drop a node that is gone, with all that it held; an unknown node is ignored.
 
-        An attempt to store a checkpoint is canceled if this node has not written its part of it.
+        An attempt to store a checkpoint is canceled if this node has not written its part of it. If
+        the time of the attempt is over, it has failed for that reason: nodes that have to end are
+        killed then.
+
+        Args:
+            node: Id of the node.
+            now: Monotonic time.
         """
+        self._expire(now)
         self.not_reported.discard(node)
         known = self.memory.nodes.pop(node, None)
         if known is None:
@@ -437,6 +444,19 @@ class Checkpoints:
         if flush is None or not flush.stay or known is None:
             return False
         return bool(known.memory) or node in flush.waits
+
+    def needed_until(self, node: NodeId) -> float:
+        """Return until when a request waits for this node, even if the node is silent.
+
+        It waits for a node that alone has a part of the checkpoint, since no other node could write
+        that part.
+
+        Returns:
+            Monotonic time; minus infinity if no request is open, or another node has the part.
+        """
+        key, flush = self.writing or self.newest_complete(), self._flush
+        alone = key is not None and self.memory.is_only_holder(node, key)
+        return flush.until if flush is not None and alone and self.holds(node) else -math.inf
 
     # --- Queries ---
 

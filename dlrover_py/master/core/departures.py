@@ -215,7 +215,7 @@ class Departures:
         """
         self.live.nodes.give_up(node)
         self.live.lost_now.add(node.id)
-        self.live.checkpoints.drop(node.id)
+        self.live.checkpoints.drop(node.id, self.live.now)
         self.live.leave_checks(node.id)
         if self.live.rules.can_create:
             self._assignments.drop(node.id)
@@ -249,8 +249,15 @@ class Departures:
         """Give up the nodes that were silent for too long; their hosts may get a strike.
 
         Their lease has run out, or they did not come back in time after their connection closed.
+        Once no round follows, nobody takes the place of a node. A silent one is then kept while
+        only its memory can complete the checkpoint that is being stored.
         """
-        for lost in self.live.nodes.expire(self.live.now):
+        spared_until = (
+            self.live.checkpoints.needed_until
+            if self.state.phase.ended or self.state.phase is JobPhase.SUSPENDED
+            else lambda _: -math.inf
+        )
+        for lost in self.live.nodes.expire(self.live.now, spared_until):
             if not lost.free:
                 self._capacity.ban_host(lost.node)
             self.node_lost(lost.node, lost.why, free=lost.free)

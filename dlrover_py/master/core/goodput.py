@@ -66,6 +66,16 @@ class Goodput:
         self._add_lost_time(kind, self.live.now - down_since + repeating_s)
         self.log.record(EventReason.TRAINING_RESUMED, message, cause=cause, since=since)
 
+    def reached(self, step: int) -> None:
+        """Take in a step that was reached before the current round began, or while it was ended.
+
+        The step is no progress of the current round: neither a restart budget nor the account of
+        time gains from it.
+        """
+        state, live = self.state, self.live
+        state.max_step = step if state.max_step is None else max(step, state.max_step)
+        live.baseline_step = step if live.baseline_step is None else max(step, live.baseline_step)
+
     def show(self, node: Node, progress: Progress) -> bool:
         """Show the progress of a member of the round in the status, and count no time.
 

@@ -133,6 +133,11 @@ class MemoryIndex:
         parts = self._timelines[key.timeline_key].all_parts()
         return bool(parts) and len(one.full) == len(parts) and one.full.keys() == parts
 
+    def is_only_holder(self, node: NodeId, key: CheckpointId) -> bool:
+        """Return whether a shard group of this checkpoint is in the memory of this node alone."""
+        one = self.checkpoints.get(key)
+        return one is not None and {node} in one.full.values()
+
     def candidates(self) -> list[RestoreCandidate]:
         """Return the newest complete checkpoints in memory, best first; at most ``CANDIDATES``."""
         found: list[RestoreCandidate] = []

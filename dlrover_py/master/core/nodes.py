@@ -631,13 +631,19 @@ class Nodes:
         del self.by_id[node.id]
         self.members += 1
 
-    def expire(self, now: float) -> list[LostNode]:
+    def expire(
+        self, now: float, spared_until: Callable[[NodeId], float] = lambda _: -math.inf
+    ) -> list[LostNode]:
         """Give up the nodes that were silent for too long, and return them with the reasons.
 
         A node is given up when its lease has run out. If its connection closed, it is given up when
         its time to come back is over. While no node has reported to a new master, nodes whose hosts
         report to the platform are kept for up to ``unrouted_s``. Their loss is then nobody's fault
         (:attr:`LostNode.free`). The caller handles the consequences of each loss.
+
+        Args:
+            now: Monotonic time.
+            spared_until: The time until which a silent node is not given up; it may be past.
         """
         lost = []
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -652,6 +658,8 @@ class Nodes:
             unrouted = self._unreached and node.recalled and node.id not in self._cut_off
             if due <= now < self._unrouted_until and unrouted:
                 due = node.lease_until = min(now + self.lease_s, self._unrouted_until)
+            if due <= now:
+                due = min(now + self.lease_s, spared_until(node.id))
             if due > now:
                 self._set_timer(node, due)
                 continue

@@ -59,6 +59,13 @@ class TrainingReports:
         elif report.phase is WorkerPhase.SUCCEEDED:
             self._succeeded(node)
 
+    def take_reached(self, report: AgentReport) -> None:
+        """Take in the steps of earlier rounds, which may be reported after a round was formed."""
+        if report.reached_step is not None:
+            self._goodput.reached(report.reached_step)
+        if report.progress is not None and report.follows < self.state.round:
+            self._goodput.reached(report.progress.step)
+
     def take_last(self, node: Node, report: AgentReport) -> None:
         """Take in the last steps of a job that has ended, while its workers still save and stop."""
         world = self.state.world
@@ -178,6 +185,7 @@ class Reports:
         if outcome is ReportOutcome.NEW_INCARNATION:
             self.live.leave_checks(node.id)
         self._admission.take_report(node, report)
+        self._training.take_reached(report)
         if self.state.trains(node.id, node.incarnation) and report.follows == self.state.round:
             self._training.take(node, report)
         elif self.state.phase.ended and report.follows == self.state.round:

@@ -1,0 +1,51 @@
+"""A worker's client of the parameter server, with a coordinator that the test drives."""
+
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dlrover_py.ps.client import DataLossError, PsClient
+from dlrover_py.ps.coordinator import Coordinator
+from dlrover_py.ps.planner import PlanRules
+from dlrover_py.ps.specs import TableSpec
+from tests.ps_threads import TOKEN
+
+WAIT_S = 30.0
+
+
+def test_a_request_that_begins_after_its_rows_were_lost_fails_at_once(tmp_path: Path) -> None:
+    """It waited for the next map, which may never come."""
+    rules = PlanRules(buckets=4, silence_s=2 * WAIT_S)
+    coordinator = Coordinator("job", TOKEN, tmp_path / "map.json", rules, time.monotonic())
+    coordinator.planner.heard("s0", "tcp://127.0.0.1:9", time.monotonic())  # nothing listens
+    over = threading.Event()
+
+    def coordinate() -> None:
+        while not over.is_set():
+            coordinator.socket.poll(20)
+            coordinator.receive(time.monotonic())
+
+    thread = threading.Thread(target=coordinate)
+    thread.start()
+    try:
+        with PsClient(coordinator.access, "worker-0", timeout_s=2 * WAIT_S) as worker:
+            worker.create(TableSpec("table", 4))
+            over.set()
+            thread.join()
+            coordinator.lost("s0")  # the last map that the worker gets
+            deadline = time.monotonic() + WAIT_S
+            while not any(one.lost for one in worker.map.placements):
+                assert time.monotonic() < deadline
+                threading.Event().wait(0.01)
+            with pytest.raises(DataLossError, match="all copies of some rows are lost"):
+                worker.pull({"table": np.arange(9)}).result(WAIT_S)
+            grads = np.zeros((9, 4), np.float32)
+            with pytest.raises(DataLossError, match="all copies of some rows are lost"):
+                worker.push({"table": (np.arange(9), grads)}).result(WAIT_S)
+    finally:
+        over.set()
+        thread.join()
+        coordinator.close()
