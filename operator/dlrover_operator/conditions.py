@@ -264,7 +264,7 @@ class JobConditions:
         facts = self._facts
         granted = facts.job.allocation if facts.job is not None else None
         if granted is None:
-            message = "the allocator has not decided yet"
+            message = facts.seen.held_for or "the allocator has not decided yet"
             return DesiredCondition(
                 ConditionType.ALLOCATED, False, ConditionReason.WAITING, message
             )

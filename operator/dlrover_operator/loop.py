@@ -17,11 +17,12 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.metrics_core import GaugeMetricFamily
 
-from dlrover_operator import actions, allotment, credentials, manifests, plan
-from dlrover_operator.allotment import Key, SharedHosts
+from dlrover_operator import actions, allotment, credentials, kueue, manifests, plan
+from dlrover_operator.allotment import SharedHosts
 from dlrover_operator.manifests import Options
 from dlrover_operator.observed import (
     Deployment,
+    Key,
     LastError,
     MasterPod,
     ObservedJob,
@@ -29,6 +30,7 @@ from dlrover_operator.observed import (
     WorkerPod,
 )
 from dlrover_operator.plan import JobPlan
+from dlrover_operator.queues import Queues
 from dlrover_operator.sharing import Sharing
 from dlrover_operator.timing import OperatorTiming
 from dlrover_operator.workqueue import WorkQueue
@@ -48,6 +50,13 @@ log = logging.getLogger("operator")
 
 ALLOT: Key = ("", "")
 """Key in the queue for the decision how many nodes each job may have."""
+QUEUES: Key = ("", "queues")
+"""Key in the queue for the jobs that are in queues of Kueue."""
+NO_KUEUE = (
+    f"the job has the label {names.LABEL_QUEUE}, and the operator does not work with Kueue: set "
+    "kueue.enabled in its chart, or remove the label"
+)
+"""Why a job in a queue does not start."""
 WORKERS = 8
 """Number of jobs that are processed at the same time."""
 RESYNC_S = 30.0
@@ -124,6 +133,7 @@ class Operator:
         namespaces: tuple[str, ...] = (),
         *,
         shared: SharedHosts | None = None,
+        kueue: bool = False,
         registry: CollectorRegistry | None = None,
         timing: OperatorTiming | None = None,
     ) -> None:
@@ -134,6 +144,7 @@ class Operator:
             options: settings for all masters.
             namespaces: namespaces whose jobs are managed; empty: all namespaces.
             shared: hosts that the jobs share; None: each job takes what it finds.
+            kueue: whether jobs may be in queues of Kueue.
             registry: registry of the metrics; None: a new one.
             timing: times of the operator; None: the defaults.
         """
@@ -161,14 +172,18 @@ class Operator:
         self._metrics = _OperatorMetrics(self)
         self._sharing: Sharing | None = None
         """What the jobs share; None if no nodes are allotted."""
+        self._queues: Queues | None = None
+        """The queues of Kueue; None if the operator does not work with them."""
+
+        def failed(kind: Kind) -> None:
+            self._metrics.watch_errors.labels(kind.plural).inc()
+
         if shared is not None:
             self._sharing = Sharing(
-                api,
-                shared,
-                self._scopes,
-                changed=self._allot_soon,
-                failed=lambda kind: self._metrics.watch_errors.labels(kind.plural).inc(),
+                api, shared, self._scopes, changed=self._allot_soon, failed=failed
             )
+        if kueue:
+            self._queues = Queues(api, self._scopes, changed=self._allot_soon, failed=failed)
 
     # --- Start and health ---
 
@@ -184,6 +199,8 @@ class Operator:
                     tasks.create_task(self._follow(watch, scope))
             if self._sharing is not None:
                 tasks.create_task(self._sharing.follow())
+            if self._queues is not None:
+                tasks.create_task(self._queues.follow())
             for _ in range(WORKERS):
                 tasks.create_task(self._work())
 
@@ -304,6 +321,10 @@ class Operator:
         if job is None:
             return None
         pods = self._cache[MASTER_PODS].get(key, {}).values()
+        shares = self._sharing is not None and allotment.takes_part(job)
+        queued = bool(kueue.queue_of(job))
+        if self._queues is not None:
+            queued = self._queues.manages(job)
         return ObservedJob(
             job=job,
             deployment=one(MASTERS, master),
@@ -313,7 +334,8 @@ class Operator:
             account_created_at=self._account_created_at.get(key, 0.0),
             refused=self._last_errors[key].message if key in self._last_errors else "",
             jobs=len(self._cache[JOBS]),
-            allotted=self._sharing is not None and allotment.takes_part(job),
+            allotted=shares or queued,
+            held_for=NO_KUEUE if queued and self._queues is None else "",
             # Spread over time after a start of the operator: a check makes six requests per job.
             rights_checked_at=self._rights_checked_at.setdefault(
                 key, self._api.wall() + random_delay_s(0, self._timing.rights_interval_s)
@@ -353,6 +375,8 @@ class Operator:
         """
         if key == ALLOT:
             return await self._allot()
+        if key == QUEUES:
+            return await self._follow_queues()
         seen = self._observed(key)
         if seen is None:
             self._failures.pop(key, None)
@@ -412,6 +436,8 @@ class Operator:
         """Decide soon how many nodes each job may have, if nodes are allotted at all."""
         if self._sharing is not None:
             self._queue.add_after(ALLOT, self._timing.allot_after_s)
+        if self._queues is not None:
+            self._queue.add_after(QUEUES, self._timing.allot_after_s)
 
     async def _allot(self) -> str:
         """Write how many nodes each job may have; return the result for the metrics.
@@ -435,6 +461,32 @@ class Operator:
         self._failures.pop(ALLOT, None)
         self._queue.add_after(ALLOT, random_delay_s(0.8 * RESYNC_S, RESYNC_S))
         return "done" if writes else "unchanged"
+
+    async def _follow_queues(self) -> str:
+        """Write what the queues have admitted, and change the Workloads of jobs.
+
+        The result is for the metrics. Nothing is done before all objects were listed once, or were
+        refused. A failure for one job does not keep the others from theirs.
+        """
+        if self._queues is None or not (self.ready and self._queues.ready):
+            return "unchanged"  # the next list causes a decision
+        jobs = {key: named[key[1]].view for key, named in self._cache[JOBS].items()}
+        found = self._queues.changes(jobs, self._api.wall())
+        failure: KubeError | None = None
+        for key, changes in found.items():
+            try:
+                if changes.allocation is not None:
+                    await self._do(key, jobs[key], actions.Allot(changes.allocation))
+                await self._queues.write(key, changes)
+            except KubeError as error:
+                failure = error
+        if failure is not None:
+            return self._retry_later(QUEUES, failure)
+        self._failures.pop(QUEUES, None)
+        wait_s = random_delay_s(0.8 * RESYNC_S, RESYNC_S)
+        waits = any(changes.waits for changes in found.values())
+        self._queue.add_after(QUEUES, kueue.SEEN_S if waits else wait_s)
+        return "done" if found else "unchanged"
 
     def _plan(self, seen: ObservedJob, now: float) -> JobPlan:
         """Return the plan for a job."""

@@ -9,6 +9,8 @@ from dlrover_py.protocol.reasons import ConditionReason
 from dlrover_py.protocol.status import unix_seconds
 
 Obj = dict[str, Any]
+Key = tuple[str, str]
+"""Namespace and name of an object."""
 PodReason = NewType("PodReason", str)
 """The reason that Kubernetes gives for a Pod that does not run."""
 
@@ -199,6 +201,8 @@ class ObservedJob:
     """Worker Pods that hold resources; None if they were not listed."""
     allotted: bool = False
     """Whether the operator decides how many nodes the job may have."""
+    held_for: str = ""
+    """Why it cannot decide; empty if it can."""
 
 
 def _termination_message(ended: Obj) -> str:
