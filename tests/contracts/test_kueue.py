@@ -5,9 +5,12 @@ The definitions have only the fields that are used, with the types and defaults 
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from dlrover_operator.timing import OperatorTiming
 from dlrover_py.kubernetes.client import KubeClient
@@ -24,6 +27,8 @@ from dlrover_py.kubernetes.kinds import (
 )
 from dlrover_py.kubernetes.watch import ClientTimes
 from dlrover_py.protocol import names
+from dlrover_py.protocol.job import ElasticJob
+from tests import kueue_server
 from tests.contracts.test_crd import cluster, job
 from tests.contracts.test_operator import MASTER, said, seen
 from tests.process.test_operator import SOON, operator
@@ -201,3 +206,133 @@ async def test_a_job_is_queued_admitted_grown_and_shrunk(kube_api: Path) -> None
                 await kube.delete(PODS, f"x-n{number}", space, grace_s=0)
             await until(lambda: absent(base), "the quota of the base is given back")
             await steps(0)  # it waits in the queue again
+
+
+class Master:
+    """Plays the master of a job: it follows the allocation, one Pod at a time."""
+
+    def __init__(self, kube: KubeClient, space: str, name: str, held: set[str]) -> None:
+        """Do nothing yet.
+
+        Args:
+            kube: client of the API server.
+            space: namespace of the job.
+            name: name of the job.
+            held: Pods of all jobs that exist; it is kept up to date.
+        """
+        self._kube, self._space, self._name, self._held = kube, space, name, held
+        self._number = 0
+        self.nodes: list[str] = []
+        """Its Pods."""
+
+    async def run(self) -> None:
+        """Follow the allocation until the task is canceled."""
+        while True:
+            await self._step()
+            await asyncio.sleep(0.02)
+
+    async def _step(self) -> None:
+        obj = await self._kube.get(ELASTICJOBS, self._name, self._space)
+        found = ElasticJob.read(obj)
+        may = 0 if found.rests or found.allocation is None else found.allocation.nodes
+        want = min(found.worker.replicas, may)
+        training: Obj = {"phase": "Running" if want else "Suspended", "desired": want, "nodes": []}
+        training["generation"] = obj["metadata"]["generation"]
+        before = (obj.get("status") or {}).get("training") or {}
+        if any(before.get(part) != training[part] for part in ("phase", "desired")):
+            meta: Obj = {"name": self._name, "namespace": self._space}
+            status = {"metadata": meta, "status": {"training": training}}
+            manager = names.MASTER_MANAGER
+            await self._kube.apply(ELASTICJOBS, status, manager=manager, subresource="status")
+        if len(self.nodes) > want:
+            name = self.nodes.pop()
+            await self._kube.delete(PODS, name, self._space, grace_s=0)
+            self._held.discard(name)
+        elif len(self.nodes) < want:
+            name = f"{self._name}-n{self._number}"
+            self._number += 1
+            assert found.allocation is not None
+            (place,) = found.allocation.placements
+            labels = {names.LABEL_JOB: self._name, names.LABEL_ROLE: names.ROLE_WORKER}
+            labels[names.LABEL_PLACEMENT] = place.name
+            owner = names.owner(self._name, obj["metadata"]["uid"])
+            meta = {"name": name, "namespace": self._space, "labels": labels}
+            spec: Obj = {"containers": [{"name": "main", "image": "i"}]}
+            spec |= {"nodeSelector": place.node_selector}
+            self._held.add(name)
+            self.nodes.append(name)
+            await self._kube.create(
+                PODS, {"metadata": meta | {"ownerReferences": [owner]}, "spec": spec}
+            )
+
+
+async def test_jobs_share_a_quota_of_the_real_kueue(kube_api: Path, tmp_path: Path) -> None:
+    program = kueue_server.folder()
+    if isinstance(program, str):
+        pytest.skip(program)
+    quota = {"name": "cpu", "nominalQuota": "4"}
+    group = {"coveredResources": ["cpu"], "flavors": [{"name": "a", "resources": [quota]}]}
+    share: Obj = {"namespaceSelector": {}, "resourceGroups": [group]}
+    share |= {"preemption": {"withinClusterQueue": "LowerPriority"}}
+    held: set[str] = set()
+    async with cluster(kube_api) as (kube, space), contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(
+            kueue_server.kueue(tmp_path / "kueue", program, kube_api, kube)
+        )
+        flavor = {"metadata": {"name": "a"}, "spec": {"nodeLabels": {"pool": "a"}}}
+        await kube.apply(RESOURCE_FLAVORS, flavor, manager="test")
+        await kube.create(kueue_server.CLUSTER_QUEUES, {"metadata": {"name": "q"}, "spec": share})
+        meta = {"name": "team", "namespace": space}
+        await kube.create(LOCAL_QUEUES, {"metadata": meta, "spec": {"clusterQueue": "q"}})
+        timing = OperatorTiming(allot_after_s=0.02)
+        await stack.enter_async_context(operator(kube, space, timing=timing, kueue=True))
+        masters = await stack.enter_async_context(asyncio.TaskGroup())
+        running: list[asyncio.Task[None]] = []
+        stack.callback(lambda: [task.cancel() for task in running])
+
+        async def arrives(name: str, most: int, priority: str = "0") -> Master:
+            made = job(space, minReplicas=2, priority=priority)
+            made["metadata"] |= {"name": name, "labels": {names.LABEL_QUEUE: "team"}}
+            worker = made["spec"]["replicaSpecs"]["worker"]
+            worker["replicas"] = most
+            requests = {"requests": {"cpu": "1"}}
+            worker["template"]["spec"]["containers"][0]["resources"] = requests
+            await kube.create(ELASTICJOBS, made)
+            master = Master(kube, space, name, held)
+            running.append(masters.create_task(master.run()))
+            return master
+
+        async def used() -> int:
+            found = await kube.get(kueue_server.CLUSTER_QUEUES, "q")
+            (flavor,) = found["status"]["flavorsReservation"]
+            return int(flavor["resources"][0]["total"])
+
+        async def sizes(*wanted: tuple[Master, int]) -> None:
+            """Wait until jobs have these sizes; at each moment all Pods must have quota."""
+
+            async def look() -> bool:
+                assert len(held) <= 4, held
+                return [len(m.nodes) for m, _ in wanted] == [n for _, n in wanted]
+
+            await until(look, str(wanted))
+
+            async def counted() -> bool:
+                return await used() == len(held)
+
+            await until(counted, "Kueue counts the same")
+
+        first = await arrives("first", 4)
+        await sizes((first, 4))
+        second = await arrives("second", 2)
+        await sizes((first, 2), (second, 2))
+        urgent = await arrives("urgent", 2, "9")
+
+        async def one_gives_way() -> bool:
+            assert len(held) <= 4, held
+            return len(urgent.nodes) == 2 and {len(first.nodes), len(second.nodes)} == {0, 2}
+
+        await until(one_gives_way, "a job of lower priority waits again")
+        gone, other = (first, second) if not first.nodes else (second, first)
+        suspend = {"spec": {"suspend": True}}
+        await kube.patch(ELASTICJOBS, "urgent", suspend, space)
+        await sizes((urgent, 0), (gone, 2), (other, 2))
