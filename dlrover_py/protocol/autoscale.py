@@ -108,7 +108,7 @@ class AutoscaleSpec(BaseModel):
             return None
 
 
-class Placement(BaseModel):
+class PodPlace(BaseModel):
     """A kind of hosts that a queue has given to a job, and how many Pods may be there."""
 
     model_config = ConfigDict(
@@ -139,7 +139,7 @@ class NodeAllocation(BaseModel):
     """Why, in words."""
     since: Annotated[float, Field(allow_inf_nan=False)] = 0.0
     """Unix time at which the number has changed."""
-    placements: Annotated[list[Placement], Field(max_length=64)] = Field(default_factory=list)
+    placements: Annotated[list[PodPlace], Field(max_length=64)] = Field(default_factory=list)
     """Where the Pods go, and how many to each place; empty if that is left to the template."""
 
 

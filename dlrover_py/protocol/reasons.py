@@ -57,12 +57,13 @@ class ConditionType(StrEnum):
     """
     ALLOCATED = "Allocated"
     """The job may have at least its minimum of nodes. The message says how many, and why. The
-    condition is shown if the operator [shares nodes among jobs](../autoscaling.md#on-kubernetes).
+    condition is shown if the operator [shares nodes among jobs](../autoscaling.md#on-kubernetes),
+    or the job is in a [queue](../queues.md).
 
     When False: The job is held back, with the reason in words.
 
     What to do: Nothing: it starts or goes on when others have given nodes back. If it needs more
-    than the cluster has, lower ``minReplicas``.
+    than the cluster has, lower ``minReplicas``. If something is missing, the message names it.
     """
     DEADLINE_EXCEEDED = "DeadlineExceeded"
     """[A deadline](../operations.md#deadlines) has passed, and the job ends as failed.

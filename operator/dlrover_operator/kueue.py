@@ -21,7 +21,7 @@ from dlrover_operator.facts import ACTIVE_PHASES, final_phase
 from dlrover_operator.observed import Obj, owner
 from dlrover_py.allocator import Demand, demand_of
 from dlrover_py.protocol import names
-from dlrover_py.protocol.autoscale import NodeAllocation, Placement
+from dlrover_py.protocol.autoscale import NodeAllocation, PodPlace
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.words import counted
@@ -357,9 +357,9 @@ class _Decision:
         """Return whether all flavors of a Workload are known, as far as it has any."""
         return all(name in self._cluster.flavors for name in workload.flavors)
 
-    def _placements(self, admitted: Iterable[Workload]) -> list[Placement]:
+    def _placements(self, admitted: Iterable[Workload]) -> list[PodPlace]:
         """Return where the Pods of admitted Workloads go, and how many to each place."""
-        found: dict[str, Placement] = {}
+        found: dict[str, PodPlace] = {}
         for one in admitted:
             before = found.get(one.placement)
             if before is not None:
@@ -367,7 +367,7 @@ class _Decision:
                 found[one.placement] = before.model_copy(update={"nodes": nodes})
                 continue
             flavors = [self._cluster.flavors[name] for name in one.flavors]
-            found[one.placement] = Placement(
+            found[one.placement] = PodPlace(
                 name=one.placement,
                 nodes=one.nodes,
                 node_selector={k: v for flavor in flavors for k, v in flavor.labels.items()},
@@ -422,7 +422,7 @@ class _Decision:
         return self._grant(0, f"held back: {why}")
 
     def _grant(
-        self, nodes: int, why: str, placements: Sequence[Placement] = ()
+        self, nodes: int, why: str, placements: Sequence[PodPlace] = ()
     ) -> NodeAllocation | None:
         """Return an allocation; None if the job has it already.
 

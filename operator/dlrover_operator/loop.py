@@ -197,10 +197,9 @@ class Operator:
             for watch in WATCHES:
                 for scope in self._scopes:
                     tasks.create_task(self._follow(watch, scope))
-            if self._sharing is not None:
-                tasks.create_task(self._sharing.follow())
-            if self._queues is not None:
-                tasks.create_task(self._queues.follow())
+            for decides in (self._sharing, self._queues):
+                if decides is not None:
+                    tasks.create_task(decides.follow())
             for _ in range(WORKERS):
                 tasks.create_task(self._work())
 
@@ -373,10 +372,8 @@ class Operator:
             action was refused; ``retry`` after an error that may pass, or if the status could not
             be written; otherwise ``done``, or ``unchanged`` if the plan was empty.
         """
-        if key == ALLOT:
-            return await self._allot()
-        if key == QUEUES:
-            return await self._follow_queues()
+        if key in (ALLOT, QUEUES):
+            return await self._allot(key)
         seen = self._observed(key)
         if seen is None:
             self._failures.pop(key, None)
@@ -434,59 +431,39 @@ class Operator:
 
     def _allot_soon(self) -> None:
         """Decide soon how many nodes each job may have, if nodes are allotted at all."""
-        if self._sharing is not None:
-            self._queue.add_after(ALLOT, self._timing.allot_after_s)
-        if self._queues is not None:
-            self._queue.add_after(QUEUES, self._timing.allot_after_s)
+        for source, decides in ((ALLOT, self._sharing), (QUEUES, self._queues)):
+            if decides is not None:
+                self._queue.add_after(source, self._timing.allot_after_s)
 
-    async def _allot(self) -> str:
+    async def _allot(self, source: Key) -> str:
         """Write how many nodes each job may have; return the result for the metrics.
 
         Nothing is written before all objects were listed once. A refusal of one job does not keep
         the others from their allocations: each of them is right without the rest.
+
+        Args:
+            source: who decides, ``ALLOT`` or ``QUEUES``.
         """
-        if self._sharing is None or not (self.ready and self._sharing.ready):
+        decides = self._sharing if source == ALLOT else self._queues
+        if decides is None or not (self.ready and decides.ready):
             return "unchanged"  # the next list causes a decision
-        now = self._api.wall()
         jobs = {key: named[key[1]].view for key, named in self._cache[JOBS].items()}
-        writes = self._sharing.writes(jobs.values(), now)
+        writes = decides.writes(jobs.values(), self._api.wall())
         failure: KubeError | None = None
         for key, allocation in writes.items():
             try:
-                await self._do(key, jobs[key], actions.Allot(allocation))
+                if allocation is not None:
+                    await self._do(key, jobs[key], actions.Allot(allocation))
+                if isinstance(decides, Queues):
+                    await decides.finish(key)
             except KubeError as error:
                 failure = error
         if failure is not None:
-            return self._retry_later(ALLOT, failure)
-        self._failures.pop(ALLOT, None)
-        self._queue.add_after(ALLOT, random_delay_s(0.8 * RESYNC_S, RESYNC_S))
-        return "done" if writes else "unchanged"
-
-    async def _follow_queues(self) -> str:
-        """Write what the queues have admitted, and change the Workloads of jobs.
-
-        The result is for the metrics. Nothing is done before all objects were listed once, or were
-        refused. A failure for one job does not keep the others from theirs.
-        """
-        if self._queues is None or not (self.ready and self._queues.ready):
-            return "unchanged"  # the next list causes a decision
-        jobs = {key: named[key[1]].view for key, named in self._cache[JOBS].items()}
-        found = self._queues.changes(jobs, self._api.wall())
-        failure: KubeError | None = None
-        for key, changes in found.items():
-            try:
-                if changes.allocation is not None:
-                    await self._do(key, jobs[key], actions.Allot(changes.allocation))
-                await self._queues.write(key, changes)
-            except KubeError as error:
-                failure = error
-        if failure is not None:
-            return self._retry_later(QUEUES, failure)
-        self._failures.pop(QUEUES, None)
+            return self._retry_later(source, failure)
+        self._failures.pop(source, None)
         wait_s = random_delay_s(0.8 * RESYNC_S, RESYNC_S)
-        waits = any(changes.waits for changes in found.values())
-        self._queue.add_after(QUEUES, kueue.SEEN_S if waits else wait_s)
-        return "done" if found else "unchanged"
+        self._queue.add_after(source, min(wait_s, decides.again_s))
+        return "done" if writes else "unchanged"
 
     def _plan(self, seen: ObservedJob, now: float) -> JobPlan:
         """Return the plan for a job."""
@@ -687,29 +664,7 @@ class Operator:
             reason: A CamelCase word.
             message: The text for people; if empty, the reason.
         """
-        meta = job["metadata"]
-        identity = "\0".join((meta["uid"], str(meta.get("generation")), reason, message))
-        now = rfc3339(self._api.wall())
-        event = {
-            "metadata": {
-                "name": f"{key[1]}.{hashlib.sha256(identity.encode()).hexdigest()[:16]}",
-                "namespace": key[0],
-            },
-            "involvedObject": {
-                "apiVersion": names.API_VERSION,
-                "kind": names.KIND,
-                "name": key[1],
-                "namespace": key[0],
-                "uid": meta["uid"],
-            },
-            "type": event_type,
-            "reason": reason,
-            "message": message or reason,
-            "count": 1,
-            "firstTimestamp": now,
-            "lastTimestamp": now,
-            "source": {"component": names.OPERATOR_MANAGER},
-        }
+        event = _event(job, event_type, reason, message, self._api.wall())
         try:
             await self._api.create(kinds.EVENTS, event)
         except errors.AlreadyExistsError:
@@ -788,6 +743,39 @@ def _without_unused(obj: Obj) -> Obj:
         lean["nodes"] = [{"phase": n.get("phase")} for n in training.get("nodes") or ()]
         status = status | {"training": lean}
     return obj | {"metadata": meta, "status": status}
+
+
+def _event(job: Obj, event_type: str, reason: str, message: str, now: float) -> Obj:
+    """Return an event, whose name is derived from its contents.
+
+    Args:
+        job: The ElasticJob.
+        event_type: ``Normal`` or ``Warning``.
+        reason: A CamelCase word.
+        message: The text for people; if empty, the reason.
+        now: Unix time.
+    """
+    meta = job["metadata"]
+    identity = "\0".join((meta["uid"], str(meta.get("generation")), reason, message))
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    namespace, name, at = meta["namespace"], meta["name"], rfc3339(now)
+    return {
+        "metadata": {"name": f"{name}.{digest}", "namespace": namespace},
+        "involvedObject": {
+            "apiVersion": names.API_VERSION,
+            "kind": names.KIND,
+            "name": name,
+            "namespace": namespace,
+            "uid": meta["uid"],
+        },
+        "type": event_type,
+        "reason": reason,
+        "message": message or reason,
+        "count": 1,
+        "firstTimestamp": at,
+        "lastTimestamp": at,
+        "source": {"component": names.OPERATOR_MANAGER},
+    }
 
 
 def _token_of(job: Any, tls: Obj) -> Obj:

@@ -1,11 +1,13 @@
 """What the operator observes and writes for jobs in queues of Kueue."""
 
 import asyncio
+import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from dlrover_operator.kueue import (
+    SEEN_S,
     Changes,
     Cluster,
     Flavor,
@@ -20,6 +22,7 @@ from dlrover_py.kubernetes.client import KubeClient
 from dlrover_py.kubernetes.errors import KubeError
 from dlrover_py.kubernetes.kinds import LOCAL_QUEUES, PODS, RESOURCE_FLAVORS, WORKLOADS, Kind
 from dlrover_py.protocol import names
+from dlrover_py.protocol.autoscale import NodeAllocation
 from dlrover_py.protocol.errors import TransientError
 
 WORKERS = f"{names.LABEL_JOB},{names.LABEL_ROLE}={names.ROLE_WORKER}"
@@ -51,6 +54,10 @@ class Queues:
         self._views = Views(api, changed=changed, failed=failed)
         self._refused: dict[Key, str] = {}
         """Why a Workload of a job was refused."""
+        self._pending: dict[Key, Changes] = {}
+        """What :meth:`finish` has to do."""
+        self._waits = False
+        """Whether quota is to be given back soon."""
         self._reasons_at = 0.0
         """Unix time of the last write that changed only a reason."""
 
@@ -74,11 +81,17 @@ class Queues:
         uid = job["metadata"]["uid"]
         return bool(queue_of(job)) or any(w.owner == uid for w in self._views.all(WORKLOADS))
 
-    def changes(self, jobs: Mapping[Key, Obj], now: float) -> dict[Key, Changes]:
-        """Return what must change now, by job; jobs without changes are left out.
+    @property
+    def again_s(self) -> float:
+        """Seconds until the next decision if nothing changes."""
+        return SEEN_S if self._waits else math.inf
 
-        A change of the reason alone is left out if one was written less than ``REASONS_S`` seconds
-        ago.
+    def writes(self, jobs: Iterable[Obj], now: float) -> dict[Key, NodeAllocation | None]:
+        """Return the allocations to write now, by job.
+
+        None stands for a job whose allocation stays, and whose Workloads change. For each job in
+        the answer, :meth:`finish` must be called after the allocation was written. A change of the
+        reason alone is left out if one was written less than ``REASONS_S`` seconds ago.
 
         Args:
             jobs: all ElasticJobs.
@@ -95,33 +108,35 @@ class Queues:
             missing=next((f"Kueue: {why}" for why in self._views.refusals.values()), ""),
         )
         found: dict[Key, Changes] = {}
-        reasons = []
-        for key, job in jobs.items():
-            uid = job["metadata"]["uid"]
-            if not (queue_of(job) or uid in workloads):
-                continue
-            one = decide(job, workloads[uid], pods[uid], cluster, now, self._refused.get(key, ""))
+        for job in jobs:
+            meta = job["metadata"]
+            key, uid = (meta["namespace"], meta["name"]), meta["uid"]
+            if queue_of(job) or uid in workloads:
+                refused = self._refused.get(key, "")
+                found[key] = decide(job, workloads[uid], pods[uid], cluster, now, refused)
+        self._waits = any(one.waits for one in found.values())
+        early = abs(now - self._reasons_at) < REASONS_S
+        for key, one in found.items():
             if one.allocation is not None and one.allocation.since != now:
-                if abs(now - self._reasons_at) < REASONS_S:
-                    one = replace(one, allocation=None)
+                if early:
+                    found[key] = replace(one, allocation=None)
                 else:
-                    reasons.append(key)
-            if one != Changes():
-                found[key] = one
-        if reasons:
-            self._reasons_at = now
-        return found
+                    self._reasons_at = now
+        self._pending = {
+            k: one for k, one in found.items() if one.create or one.delete or one.allocation
+        }
+        return {key: one.allocation for key, one in self._pending.items()}
 
-    async def write(self, key: Key, changes: Changes) -> None:
-        """Create and delete Workloads of a job.
+    async def finish(self, key: Key) -> None:
+        """Create and delete the Workloads of a job, as last decided.
 
         Args:
             key: namespace and name of the job.
-            changes: what must change.
 
         Raises:
             KubeError: the API server refuses a call, or does not answer.
         """
+        changes = self._pending.pop(key)
         for one in changes.delete:
             await self._api.delete(WORKLOADS, one.name, key[0], uid=one.uid)
         for obj in changes.create:

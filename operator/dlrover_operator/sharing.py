@@ -1,6 +1,7 @@
 """What the operator observes, beside jobs, to share hosts among them: hosts and workers' Pods."""
 
 import asyncio
+import math
 from collections.abc import Callable, Iterable
 
 from dlrover_operator.allotment import HeldPod, Host, SharedHosts, decide
@@ -41,6 +42,9 @@ class Sharing:
         self._shared, self._scopes = shared, scopes
         self._views = Views(api, changed=changed, failed=failed)
         self._reasons_at = 0.0
+
+    again_s = math.inf
+    """Seconds until the next decision if nothing changes."""
 
     async def follow(self) -> None:
         """Observe hosts and Pods until the task is canceled. Errors of the server do not end it."""

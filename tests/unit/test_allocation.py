@@ -8,6 +8,7 @@ from dlrover_py.master.core.events import JobChanged, NodeSeen, Rules
 from dlrover_py.protocol.autoscale import NodeAllocation
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.protocol.names import NodeId
 from dlrover_py.protocol.status import JobPhase
 from tests.builders import WALL, Bench, elastic_job, job_file
 
@@ -56,7 +57,9 @@ def test_a_node_whose_place_was_taken_leaves_and_no_other_one_does() -> None:
     bench = started(elastic_job(4, 2))
     taken, *others = bench.members
     bench.spec = bench.spec.allocated(NodeAllocation(nodes=3))
-    bench.step(JobChanged(bench.spec), NodeSeen(taken, True, leaving="its Pod is being deleted"))
+    bench.step(
+        JobChanged(bench.spec), NodeSeen(NodeId(taken), True, leaving="its Pod is being deleted")
+    )
     bench.settle()
     assert bench.members == others
     assert bench.job.state.next_node == 4, "it is not replaced"

@@ -16,7 +16,7 @@ from dlrover_py.master.platform.kubernetes.pods import (
     pod,
     view,
 )
-from dlrover_py.protocol.autoscale import Placement
+from dlrover_py.protocol.autoscale import PodPlace
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import LABEL_PLACEMENT, NOTE_TEMPLATE, NodeId, pod_of
@@ -180,7 +180,7 @@ def terms(affinity: Any, avoid: list[str]) -> list[dict[str, Any]]:
 
 def test_a_place_that_a_queue_has_given_is_added_to_what_the_template_asks_for() -> None:
     mine = template(nodeSelector={"gpu": "h100"}, tolerations=[{"key": "a"}])
-    place = Placement(name="spot", nodes=1, node_selector={"pool": "s"}, tolerations=[{"key": "b"}])
+    place = PodPlace(name="spot", nodes=1, node_selector={"pool": "s"}, tolerations=[{"key": "b"}])
     out = pod(job(mine), N7, SITE, (), place)
     assert out["spec"]["nodeSelector"] == {"gpu": "h100", "pool": "s"}
     assert out["spec"]["tolerations"] == [{"key": "a"}, {"key": "b"}]
@@ -194,7 +194,7 @@ def test_a_place_that_a_queue_has_given_is_added_to_what_the_template_asks_for()
 def test_a_pod_goes_where_there_is_room_or_where_least_is_lacking(
     taken: dict[str, int], chosen: str
 ) -> None:
-    places = [Placement(name="a", nodes=2), Placement(name="b", nodes=1)]
+    places = [PodPlace(name="a", nodes=2), PodPlace(name="b", nodes=1)]
     found = place_for(places, taken)
     assert found is not None
     assert found.name == chosen

@@ -1,4 +1,4 @@
-"""``python -m tests.cluster.lab up|down|prepare|kueue``: the command for a cluster on this machine."""
+"""``python -m tests.cluster.lab up|down|prepare|kueue``: a cluster on this machine."""
 
 import argparse
 import sys

@@ -23,7 +23,7 @@ from dlrover_py.master.platform.kubernetes.pod_calls import BACKOFF, PodCalls
 from dlrover_py.master.platform.kubernetes.pod_table import ENDED_KEPT, PodTable
 from dlrover_py.master.platform.kubernetes.rights import Rights
 from dlrover_py.master.platform.kubernetes.template_trial import TemplateTrial, problem_of
-from dlrover_py.protocol.autoscale import Placement
+from dlrover_py.protocol.autoscale import PodPlace
 from dlrover_py.protocol.errors import ConfigError, TransientError
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import NodeId
@@ -193,7 +193,7 @@ class PodCreator:
             context.tasks.start(self._keep_newest())
         return None
 
-    def _place(self, job: ElasticJob, node: NodeId) -> Placement | None:
+    def _place(self, job: ElasticJob, node: NodeId) -> PodPlace | None:
         """Choose the kind of hosts for a node's Pod, and reserve a place; None if all will do."""
         placements = job.allocation.placements if job.allocation is not None else ()
         seen = self._table.pods

@@ -19,7 +19,7 @@ from dlrover_py.master.platform.kubernetes.ends import (
     native_sidecars,
 )
 from dlrover_py.protocol import names
-from dlrover_py.protocol.autoscale import Placement
+from dlrover_py.protocol.autoscale import PodPlace
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import OWN_ENV, TEMPLATE, ElasticJob
 from dlrover_py.protocol.names import NodeId, id_key
@@ -75,7 +75,7 @@ def pod(
     node: NodeId,
     pod_context: PodContext,
     avoid: Iterable[str] = (),
-    place: Placement | None = None,
+    place: PodPlace | None = None,
 ) -> Obj:
     """Return the Pod to create for a node. Nothing is created, and the job is not changed.
 
@@ -324,7 +324,7 @@ class PodView:
         return math.isfinite(self.grace_s)
 
 
-def place_for(placements: Sequence[Placement], taken: Mapping[str, int]) -> Placement | None:
+def place_for(placements: Sequence[PodPlace], taken: Mapping[str, int]) -> PodPlace | None:
     """Return where a new Pod goes: the first place with room, else the one that lacks least.
 
     A Pod that replaces another one may need a place before the old Pod has left it.
@@ -340,7 +340,7 @@ def place_for(placements: Sequence[Placement], taken: Mapping[str, int]) -> Plac
     return max(rooms, key=lambda one: one[0])[1] if rooms else None
 
 
-def misplaced(placements: Sequence[Placement], table: Iterable[PodView]) -> list[PodView]:
+def misplaced(placements: Sequence[PodPlace], table: Iterable[PodView]) -> list[PodView]:
     """Return the Pods to end because their places have fewer nodes now, those of high number first.
 
     Nothing is returned while all Pods are in one place that is still there: then any of them may
