@@ -59,6 +59,8 @@ LOCAL_QUEUES: Final = Kind(KUEUE, "v1beta2", "localqueues", "LocalQueue")
 RESOURCE_FLAVORS: Final = Kind(
     KUEUE, "v1beta2", "resourceflavors", "ResourceFlavor", namespaced=False
 )
+VOLCANO_GROUPS: Final = Kind("scheduling.volcano.sh", "v1beta1", "podgroups", "PodGroup")
+COSCHEDULING_GROUPS: Final = Kind("scheduling.x-k8s.io", "v1alpha1", "podgroups", "PodGroup")
 CRDS: Final = Kind(
     "apiextensions.k8s.io",
     "v1",

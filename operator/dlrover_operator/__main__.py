@@ -76,6 +76,7 @@ async def _run(settings: Settings) -> None:
             settings.namespaces,
             shared=settings.shared,
             kueue=settings.kueue,
+            gangs=settings.gangs,
         )
         serving = server(health.app(operator))
         port = pages.getsockname()[1]

@@ -19,6 +19,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily
 
 from dlrover_operator import actions, allotment, credentials, kueue, manifests, plan
 from dlrover_operator.allotment import SharedHosts
+from dlrover_operator.gangs import Gangs
 from dlrover_operator.manifests import Options
 from dlrover_operator.observed import (
     Deployment,
@@ -134,6 +135,7 @@ class Operator:
         *,
         shared: SharedHosts | None = None,
         kueue: bool = False,
+        gangs: bool = False,
         registry: CollectorRegistry | None = None,
         timing: OperatorTiming | None = None,
     ) -> None:
@@ -145,6 +147,7 @@ class Operator:
             namespaces: namespaces whose jobs are managed; empty: all namespaces.
             shared: hosts that the jobs share; None: each job takes what it finds.
             kueue: whether jobs may be in queues of Kueue.
+            gangs: whether PodGroups that templates name are kept.
             registry: registry of the metrics; None: a new one.
             timing: times of the operator; None: the defaults.
         """
@@ -184,6 +187,10 @@ class Operator:
             )
         if kueue:
             self._queues = Queues(api, self._scopes, changed=self._allot_soon, failed=failed)
+        self._gangs: Gangs | None = None
+        """The PodGroups; None if the operator keeps none."""
+        if gangs:
+            self._gangs = Gangs(api, self._scopes, changed=self._plan_all, failed=failed)
 
     # --- Start and health ---
 
@@ -197,9 +204,9 @@ class Operator:
             for watch in WATCHES:
                 for scope in self._scopes:
                     tasks.create_task(self._follow(watch, scope))
-            for decides in (self._sharing, self._queues):
-                if decides is not None:
-                    tasks.create_task(decides.follow())
+            for part in (self._sharing, self._queues, self._gangs):
+                if part is not None:
+                    tasks.create_task(part.follow())
             for _ in range(WORKERS):
                 tasks.create_task(self._work())
 
@@ -267,10 +274,14 @@ class Operator:
         for item in items:
             self._keep(kind, item)
         self._listed.add((kind, scope))
-        if self.ready:  # before, a job could seem to have no master
+        self._plan_all()
+        self._allot_soon()
+
+    def _plan_all(self) -> None:
+        """Queue all jobs, if all kinds were listed: before, a job could seem to have no master."""
+        if self.ready:
             for key in self._cache[JOBS]:
                 self._queue.add(key)
-            self._allot_soon()
 
     def _is_outdated(self, kind: Kind, item: _QueueItem) -> bool:
         """Return whether a job is older than in the view, which has the answers to allotments."""
@@ -334,6 +345,7 @@ class Operator:
             refused=self._last_errors[key].message if key in self._last_errors else "",
             jobs=len(self._cache[JOBS]),
             allotted=shares or queued,
+            gang=self._gangs.of(job) if self._gangs is not None else None,
             held_for=NO_KUEUE if queued and self._queues is None else "",
             # Spread over time after a start of the operator: a check makes six requests per job.
             rights_checked_at=self._rights_checked_at.setdefault(
@@ -566,6 +578,12 @@ class Operator:
                 )
                 if granted:  # the next decision must know it, even before the watch tells
                     self._keep(JOBS, _QueueItem(key, name, _without_unused(there)))
+            case actions.KeepPodGroup(kind, obj, exists):
+                if exists:
+                    patch = {"spec": {"minMember": obj["spec"]["minMember"]}}
+                    await api.patch(kind, obj["metadata"]["name"], patch, namespace)
+                else:
+                    await api.create_or_own(kind, obj, uid)
             case actions.SetStatus(status):
                 meta = {"name": name, "namespace": namespace, "uid": uid}
                 await api.apply(

@@ -50,6 +50,10 @@ class Views:
         """Return the number of watches that have listed their objects, or were refused."""
         return len(self._seen.keys() | self.refusals.keys())
 
+    def has_listed(self, kind: Kind, scopes: int) -> bool:
+        """Return whether the objects of a kind were listed in so many scopes."""
+        return sum(known is kind for known, _ in self._seen) == scopes
+
     def all(self, wanted: Kind) -> Iterator[Any]:
         """Yield the views of all objects of a kind."""
         for (kind, _), held in self._seen.items():

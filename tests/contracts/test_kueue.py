@@ -58,15 +58,10 @@ SPECS: dict[str, Obj] = {
 }
 
 
-def definition(kind: Kind) -> Obj:
-    """Return a definition of a kind of Kueue's."""
-    schema = {
-        "type": "object",
-        "properties": {
-            "spec": {"type": "object", "properties": SPECS[kind.plural]},
-            "status": ANY,
-        },
-    }
+def definition(kind: Kind, fields: Obj) -> Obj:
+    """Return a definition of a kind whose spec has these fields."""
+    spec = {"type": "object", "properties": fields}
+    schema = {"type": "object", "properties": {"spec": spec, "status": ANY}}
     version = {"name": kind.version, "served": True, "storage": True}
     version |= {"schema": {"openAPIV3Schema": schema}, "subresources": {"status": {}}}
     return {
@@ -151,7 +146,7 @@ async def test_a_job_is_queued_admitted_grown_and_shrunk(kube_api: Path) -> None
             await kube.create(ELASTICJOBS, queued)
             held = await reason("does not serve kueue.x-k8s.io/v1beta2")
             for kind in (WORKLOADS, LOCAL_QUEUES, RESOURCE_FLAVORS):
-                await kube.create(CRDS, definition(kind), strict=True)
+                await kube.create(CRDS, definition(kind, SPECS[kind.plural]), strict=True)
             await reason(f"there is no LocalQueue team in the namespace {space}")
             flavor = {"nodeLabels": {"pool": "a"}, "tolerations": [{"operator": "Exists"}]}
             await kube.create(RESOURCE_FLAVORS, {"metadata": {"name": "a"}, "spec": flavor})
