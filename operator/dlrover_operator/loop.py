@@ -12,7 +12,7 @@ import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.metrics_core import GaugeMetricFamily
@@ -114,6 +114,13 @@ class _Watch:
     """Returns the part of an object that is kept in memory."""
 
 
+class _Parts(TypedDict):
+    """What the parts tell the operator."""
+
+    changed: Callable[[], None]
+    failed: Callable[[Kind], None]
+
+
 _OF_JOB = names.LABEL_JOB
 WATCHES = (
     _Watch(kinds.ELASTICJOBS, "", lambda obj: _without_unused(obj)),
@@ -177,20 +184,15 @@ class Operator:
         """What the jobs share; None if no nodes are allotted."""
         self._queues: Queues | None = None
         """The queues of Kueue; None if the operator does not work with them."""
-
-        def failed(kind: Kind) -> None:
-            self._metrics.watch_errors.labels(kind.plural).inc()
-
-        if shared is not None:
-            self._sharing = Sharing(
-                api, shared, self._scopes, changed=self._allot_soon, failed=failed
-            )
-        if kueue:
-            self._queues = Queues(api, self._scopes, changed=self._allot_soon, failed=failed)
         self._gangs: Gangs | None = None
         """The PodGroups; None if the operator keeps none."""
+        parts: _Parts = {"changed": self._allot_soon, "failed": self._metrics.note_failure}
+        if shared is not None:
+            self._sharing = Sharing(api, shared, self._scopes, **parts)
+        if kueue:
+            self._queues = Queues(api, self._scopes, **parts)
         if gangs:
-            self._gangs = Gangs(api, self._scopes, changed=self._plan_all, failed=failed)
+            self._gangs = Gangs(api, self._scopes, **parts | {"changed": self._plan_all})
 
     # --- Start and health ---
 
@@ -244,7 +246,7 @@ class Operator:
             if error is None:
                 log.info("watch_recovered", extra=fields)
             else:
-                self._metrics.watch_errors.labels(watch.kind.plural).inc()
+                self._metrics.note_failure(watch.kind)
                 log.warning("watch_failed", extra=fields | {"why": str(error)})
 
         async with contextlib.aclosing(
@@ -548,11 +550,11 @@ class Operator:
                 if what == "RoleBinding":
                     self._rights_checked_at[key] = api.wall()
             case actions.MakeCredentials(elastic_job):
-                await self._make_credentials(elastic_job)
+                await _make_credentials(api, elastic_job)
                 self._credentials_checked_at[key] = api.wall()
             case actions.RestoreToken(elastic_job):
                 with contextlib.suppress(errors.NotFoundError):
-                    await self._keep_token(elastic_job)
+                    await _keep_token(api, elastic_job)
                 self._credentials_checked_at[key] = api.wall()
             case actions.ReplaceDeployment(obj):
                 await api.replace(kinds.DEPLOYMENTS, obj, strict=True)
@@ -604,44 +606,6 @@ class Operator:
         if self._account_created_at.get(key) != created_at:
             self._account_created_at[key] = created_at
             self._queue.add(key)  # the current plan did not know it
-
-    async def _make_credentials(self, job: Any) -> None:
-        """Make the Secrets of the certificate and the token, or keep existing ones.
-
-        If two operators do this at the same time, the first certificate decides the authority. The
-        Secret of the token follows it: one with another authority is deleted and made again.
-
-        Raises:
-            KubeError: The API server refuses a call or does not answer, or a Secret of this name
-                does not belong to the job.
-        """
-        fresh = credentials.issue(self._api.wall())
-        uid = job.metadata.uid
-        tls = await self._api.create_or_own(kinds.SECRETS, manifests.tls_secret(job, fresh), uid)
-        ca, wanted = credentials.decoded(tls, names.SECRET_CA), _token_of(job, tls)
-        token = await self._api.create_or_own(kinds.SECRETS, wanted, uid)
-        if credentials.decoded(token, names.SECRET_CA) != ca:  # the certificate was deleted
-            meta = token["metadata"]
-            await self._api.delete(kinds.SECRETS, meta["name"], meta["namespace"], uid=meta["uid"])
-            await self._api.create_or_own(kinds.SECRETS, wanted, uid)
-
-    async def _keep_token(self, job: Any) -> None:
-        """Restore a deleted Secret of the token with the token that the running master knows.
-
-        Nothing is done if the Secret exists. If that token cannot be derived, nothing is made: the
-        master would refuse nodes with another token.
-
-        Raises:
-            NotFoundError: the Secret of the certificate does not exist.
-            KubeError: the API server refuses another call, or does not answer.
-        """
-        name, uid, namespace = job.metadata.name, job.metadata.uid, job.metadata.namespace
-        with contextlib.suppress(errors.NotFoundError):
-            await self._api.get(kinds.SECRETS, names.token_of(name, uid), namespace)
-            return
-        tls = await self._api.get(kinds.SECRETS, names.tls_of(name, uid), namespace)
-        if names.TOKEN_FOLLOWS in (tls["metadata"].get("annotations") or {}):
-            await self._api.create_or_own(kinds.SECRETS, _token_of(job, tls), uid)
 
     async def _remaining_pods(self, key: Key, job: Obj) -> tuple[WorkerPod, ...]:
         """List the worker Pods of the job that hold resources, by a request to the API server.
@@ -724,6 +688,10 @@ class _OperatorMetrics:
         ready.set_function(lambda: operator.ready)
         registry.register(self)
 
+    def note_failure(self, kind: Kind) -> None:
+        """Count a failure of a watch."""
+        self.watch_errors.labels(kind.plural).inc()
+
     def collect(self) -> Any:
         """Yield gauges of jobs by phase and of observed objects; prometheus_client calls this."""
         held = self._operator._cache
@@ -794,6 +762,46 @@ def _event(job: Obj, event_type: str, reason: str, message: str, now: float) -> 
         "lastTimestamp": at,
         "source": {"component": names.OPERATOR_MANAGER},
     }
+
+
+async def _make_credentials(api: KubeClient, job: Any) -> None:
+    """Make the Secrets of the certificate and the token, or keep existing ones.
+
+    If two operators do this at the same time, the first certificate decides the authority. The
+    Secret of the token follows it: one with another authority is deleted and made again.
+
+    Raises:
+        KubeError: The API server refuses a call or does not answer, or a Secret of this name
+            does not belong to the job.
+    """
+    fresh = credentials.issue(api.wall())
+    uid = job.metadata.uid
+    tls = await api.create_or_own(kinds.SECRETS, manifests.tls_secret(job, fresh), uid)
+    ca, wanted = credentials.decoded(tls, names.SECRET_CA), _token_of(job, tls)
+    token = await api.create_or_own(kinds.SECRETS, wanted, uid)
+    if credentials.decoded(token, names.SECRET_CA) != ca:  # the certificate was deleted
+        meta = token["metadata"]
+        await api.delete(kinds.SECRETS, meta["name"], meta["namespace"], uid=meta["uid"])
+        await api.create_or_own(kinds.SECRETS, wanted, uid)
+
+
+async def _keep_token(api: KubeClient, job: Any) -> None:
+    """Restore a deleted Secret of the token with the token that the running master knows.
+
+    Nothing is done if the Secret exists. If that token cannot be derived, nothing is made: the
+    master would refuse nodes with another token.
+
+    Raises:
+        NotFoundError: the Secret of the certificate does not exist.
+        KubeError: the API server refuses another call, or does not answer.
+    """
+    name, uid, namespace = job.metadata.name, job.metadata.uid, job.metadata.namespace
+    with contextlib.suppress(errors.NotFoundError):
+        await api.get(kinds.SECRETS, names.token_of(name, uid), namespace)
+        return
+    tls = await api.get(kinds.SECRETS, names.tls_of(name, uid), namespace)
+    if names.TOKEN_FOLLOWS in (tls["metadata"].get("annotations") or {}):
+        await api.create_or_own(kinds.SECRETS, _token_of(job, tls), uid)
 
 
 def _token_of(job: Any, tls: Obj) -> Obj:
