@@ -307,8 +307,11 @@ class _Decision:
                 [*steps, *([base] if gone else [])],
                 self._hold(f"waits in the queue {queue}{told}{note}"),
             )
-        if base.leaving or not self._known(base):
+        if base.leaving:
             return self._released(steps, self._hold(f"waits in the queue {queue}{note}"))
+        if not self._known(base):
+            why = f"there is no ResourceFlavor of the name {' or '.join(base.flavors)}"
+            return Changes(allocation=self._hold(why, keep=True))
         return self._sized(job, demand, [base, *steps], note)
 
     def _sized(

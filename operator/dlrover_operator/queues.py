@@ -54,6 +54,8 @@ class Queues:
         self._views = Views(api, changed=changed, failed=failed)
         self._refused: dict[Key, str] = {}
         """Why a Workload of a job was refused."""
+        self._deleted: set[str] = set()
+        """Uids of Workloads that were deleted, until that is observed."""
         self._pending: dict[Key, Changes] = {}
         """What :meth:`finish` has to do."""
         self._waits = False
@@ -98,7 +100,11 @@ class Queues:
             now: Unix time.
         """
         workloads, pods = defaultdict(list), defaultdict(list)
-        for workload in self._views.all(WORKLOADS):
+        seen = list(self._views.all(WORKLOADS))
+        self._deleted &= {workload.uid for workload in seen}
+        for workload in seen:
+            if workload.uid in self._deleted:  # its quota must not be counted twice
+                workload = replace(workload, leaving=True, reserved=False, admitted=False)
             workloads[workload.owner].append(workload)
         for pod in self._views.all(PODS):
             pods[pod.job].append(pod)
@@ -139,6 +145,7 @@ class Queues:
         changes = self._pending.pop(key)
         for one in changes.delete:
             await self._api.delete(WORKLOADS, one.name, key[0], uid=one.uid)
+            self._deleted.add(one.uid)
         for obj in changes.create:
             try:
                 await self._api.create_or_own(WORKLOADS, obj, owner(obj["metadata"]))

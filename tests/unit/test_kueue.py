@@ -283,6 +283,20 @@ def test_a_job_keeps_its_nodes_while_kueue_is_away() -> None:
     assert world.reason == "the queue team has admitted 4 nodes"
 
 
+def test_a_flavor_that_is_not_known_yet_starts_no_job_and_ends_none() -> None:
+    world = World(job(), replace(CLUSTER, flavors={}))
+    world.settle()
+    world.admit(0)
+    world.settle()
+    assert world.reason == "held back: there is no ResourceFlavor of the name stable"
+    world.cluster = CLUSTER
+    world.settle()
+    assert world.nodes == 2
+    world.cluster = replace(CLUSTER, flavors={})
+    world.settle()
+    assert (world.nodes, len(world.pods)) == (2, 2)
+
+
 @pytest.mark.parametrize(("label", "words"), [("other", "the queue other"), ("", "no queue")])
 def test_a_label_that_changes_takes_effect_at_the_next_start(label: str, words: str) -> None:
     world = running()
