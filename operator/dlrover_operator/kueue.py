@@ -419,7 +419,7 @@ class _Decision:
             why: the reason.
             keep: leave the nodes to a job that has some, and change only the reason.
         """
-        if keep and self._granted is not None:
+        if keep and self._granted is not None and self._granted.nodes:
             changed = self._granted.model_copy(update={"reason": why})
             return changed if changed != self._granted else None
         return self._grant(0, f"held back: {why}")
