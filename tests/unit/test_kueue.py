@@ -46,6 +46,8 @@ class World:
     objects: dict[str, Obj] = field(default_factory=dict)
     read: Obj | None = None
     """The allocation that the master has read last."""
+    wanted: int = 0
+    """Number of nodes that the master wants."""
     pods: list[str] = field(default_factory=list)
     """Placement of each Pod that holds resources."""
     now: float = NOW
@@ -81,19 +83,20 @@ class World:
         self.workloads[name] = replace(one, admitted=False, evicted=True, why="Preempted")
 
     def master(self) -> None:
-        """Have the master read the allocation, and report what it wants."""
+        """Have the master read the allocation."""
         found = ElasticJob.read(self.job)
         self.read = self.job.get("status", {}).get("allocation")
         may = 0 if found.rests or found.allocation is None else found.allocation.nodes
-        want = min(found.worker.replicas, may)
-        phase = "Running" if want else "Suspended"
-        self.job.setdefault("status", {})["training"] = {"phase": phase, "desired": want}
+        self.wanted = min(found.worker.replicas, may)
+
+    def publish(self) -> None:
+        """Have the master report how many nodes it wants."""
+        training = {"phase": "Running" if self.wanted else "Suspended", "desired": self.wanted}
+        self.job.setdefault("status", {})["training"] = training
 
     def want(self) -> int:
-        training = self.job.get("status", {}).get("training") or {}
-        wanted = int(training.get("desired", 0))
         worker = self.job["spec"]["replicaSpecs"]["worker"]
-        return wanted + worker.get("standbyReplicas", 0) if wanted else 0
+        return self.wanted + worker.get("standbyReplicas", 0) if self.wanted else 0
 
     def create_pod(self) -> None:
         """Have the master create a Pod where there is room."""
@@ -111,8 +114,14 @@ class World:
         if over or len(self.pods) > self.want():
             self.pods.remove(over[0] if over else self.pods[-1])
 
+    def be_silent(self) -> None:
+        """Have time pass while the master hears nothing; what it wants was reported."""
+        self.publish()
+        self.now += kueue.SEEN_S
+
     def pass_time(self) -> None:
         self.master()
+        self.publish()
         self.now += kueue.SEEN_S
 
     def settle(self) -> None:
@@ -199,8 +208,24 @@ def test_quota_is_kept_until_the_master_has_read_the_smaller_number() -> None:
     changes = world.operate()
     assert changes.delete == ()
     assert changes.waits
+    world.be_silent()
+    assert world.operate().delete == (), "the master still wants four"
     world.pass_time()
     assert [one.step for one in world.operate().delete] == [1]
+
+
+def test_quota_is_kept_while_the_master_may_act_on_a_larger_number_that_it_has_read() -> None:
+    world = running()
+    world.evict(2)
+    world.settle()
+    (waiting,) = [one.step for one in world.workloads.values() if not one.reserved]
+    world.admit(waiting)
+    world.operate()
+    world.master()  # wants four, and has reported three
+    world.evict(waiting)
+    assert world.operate().delete == ()
+    world.create_pod()
+    assert len(world.pods) == 4
 
 
 def test_a_base_that_is_evicted_suspends_the_job_and_waits_again() -> None:
@@ -317,6 +342,7 @@ def test_a_label_that_changes_takes_effect_at_the_next_start(label: str, words: 
 def test_a_job_that_runs_and_is_put_into_a_queue_waits_there() -> None:
     world = World(job())
     world.job["status"] = {"training": {"phase": "Running", "desired": 4}}
+    world.wanted = 4
     world.pods = [""] * 4
     world.operate()
     assert (world.nodes, world.workloads) == (0, {})
@@ -353,7 +379,7 @@ ACTIONS = st.lists(
     st.sampled_from(
         [
             *("operate", "read", "time", "create", "end", "lose", "admit", "spot", "evict"),
-            *("more", "fewer", "suspend", "resume"),
+            *("more", "fewer", "suspend", "resume", "publish", "silence"),
         ]
     ),
     min_size=20,
@@ -367,7 +393,11 @@ def test_quota_always_covers_the_pods(
     acts: list[str], unit: int, standbys: int, random: Any
 ) -> None:
     world = World(job(most=3 * unit, least=unit, nodeUnit=unit, standbyReplicas=standbys))
-    world.settle()
+    for flavors in (("stable",), ("spot", "stable"), ()):
+        world.settle()
+        waiting = [one.step for one in world.workloads.values() if not one.reserved]
+        for step, flavor in zip(waiting, flavors, strict=False):
+            world.admit(step, flavor)
     for act in acts:
         pick = [w for w in world.workloads.values() if not w.reserved]
         held = [w for w in world.workloads.values() if w.admitted]
@@ -377,6 +407,10 @@ def test_quota_always_covers_the_pods(
                 world.operate()
             case "read":
                 world.master()
+            case "publish":
+                world.publish()
+            case "silence":
+                world.be_silent()
             case "time":
                 world.pass_time()
             case "create":
