@@ -52,6 +52,15 @@ ROLES: Final = Kind("rbac.authorization.k8s.io", "v1", "roles", "Role")
 ROLE_BINDINGS: Final = Kind("rbac.authorization.k8s.io", "v1", "rolebindings", "RoleBinding")
 NETWORK_POLICIES: Final = Kind("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy")
 ELASTICJOBS: Final = Kind(GROUP, "v1alpha1", "elasticjobs", KIND)
+KUEUE: Final = "kueue.x-k8s.io"
+"""API group of Kueue."""
+WORKLOADS: Final = Kind(KUEUE, "v1beta2", "workloads", "Workload")
+LOCAL_QUEUES: Final = Kind(KUEUE, "v1beta2", "localqueues", "LocalQueue")
+RESOURCE_FLAVORS: Final = Kind(
+    KUEUE, "v1beta2", "resourceflavors", "ResourceFlavor", namespaced=False
+)
+VOLCANO_GROUPS: Final = Kind("scheduling.volcano.sh", "v1beta1", "podgroups", "PodGroup")
+COSCHEDULING_GROUPS: Final = Kind("scheduling.x-k8s.io", "v1alpha1", "podgroups", "PodGroup")
 CRDS: Final = Kind(
     "apiextensions.k8s.io",
     "v1",

@@ -1,7 +1,7 @@
 """``autoscale`` of a role: which sizes a job may take by itself, and what they are chosen for."""
 
 from datetime import datetime
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from pydantic.alias_generators import to_camel
@@ -108,6 +108,23 @@ class AutoscaleSpec(BaseModel):
             return None
 
 
+class PodPlace(BaseModel):
+    """A kind of hosts that a queue has given to a job, and how many Pods may be there."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="ignore", alias_generator=to_camel, populate_by_name=True
+    )
+
+    name: Annotated[str, Field(max_length=63)]
+    """Name of the kind of hosts; the value of a label of the Pods."""
+    nodes: Annotated[int, Field(ge=0, le=100_000)]
+    """Greatest number of Pods on these hosts, standbys included."""
+    node_selector: dict[str, str] = Field(default_factory=dict)
+    """Labels of the hosts."""
+    tolerations: list[dict[str, Any]] = Field(default_factory=list)
+    """Tolerations that Pods on these hosts need."""
+
+
 class NodeAllocation(BaseModel):
     """How many nodes of a shared cluster a job may have (docs/autoscaling.md)."""
 
@@ -122,6 +139,8 @@ class NodeAllocation(BaseModel):
     """Why, in words."""
     since: Annotated[float, Field(allow_inf_nan=False)] = 0.0
     """Unix time at which the number has changed."""
+    placements: Annotated[list[PodPlace], Field(max_length=64)] = Field(default_factory=list)
+    """Where the Pods go, and how many to each place; empty if that is left to the template."""
 
 
 AUTO: Final = AutoscaleSpec(mode="auto")

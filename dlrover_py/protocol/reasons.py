@@ -57,12 +57,22 @@ class ConditionType(StrEnum):
     """
     ALLOCATED = "Allocated"
     """The job may have at least its minimum of nodes. The message says how many, and why. The
-    condition is shown if the operator [shares nodes among jobs](../autoscaling.md#on-kubernetes).
+    condition is shown if the operator [shares nodes among jobs](../autoscaling.md#on-kubernetes),
+    or the job is in a [queue](../queues.md).
 
     When False: The job is held back, with the reason in words.
 
     What to do: Nothing: it starts or goes on when others have given nodes back. If it needs more
-    than the cluster has, lower ``minReplicas``.
+    than the cluster has, lower ``minReplicas``. If something is missing, the message names it.
+    """
+    GANG_READY = "GangReady"
+    """The PodGroup that the Pod template names has the job's minimum as ``minMember``. The
+    condition is shown if the template names one and ``gangs.enabled`` is set
+    ([gangs](../gangs.md)).
+
+    When False: The message says what is missing, or which number the group has.
+
+    What to do: What the message says.
     """
     DEADLINE_EXCEEDED = "DeadlineExceeded"
     """[A deadline](../operations.md#deadlines) has passed, and the job ends as failed.
@@ -284,10 +294,15 @@ class ConditionReason(StrEnum):
     """``Accepted``, Warning event: A newer or older CRD let through a value that this operator
     cannot read."""
     NAME_CONFLICT = "NameConflict"
-    """``Accepted``, Warning event: An object that the job needs exists already and belongs to
-    another owner."""
+    """``Accepted``, Warning event, ``GangReady``: An object that the job needs exists already and
+    belongs to another owner."""
     CREATING = "Creating"
-    """``MasterReady``: The operator creates the master's objects."""
+    """``MasterReady``, ``GangReady``: The operator creates the objects."""
+    IN_STEP = "InStep"
+    """``GangReady``: The PodGroup has the job's minimum."""
+    API_MISSING = "ApiMissing"
+    """``GangReady``: The API server does not serve PodGroups of this kind, or they may not be
+    read."""
     REFUSED = "Refused"
     """``MasterReady``, Warning event: The spec is not accepted, or the API server refused an
     object: the message has its words. If they contain ``spec.clusterIPs``, the master's Service was

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dlrover_operator.observed import Obj
+from dlrover_py.kubernetes.kinds import Kind
 from dlrover_py.protocol.autoscale import NodeAllocation
 from dlrover_py.protocol.job import ElasticJob
 
@@ -88,6 +89,15 @@ class Allot:
 
 
 @dataclass(frozen=True, slots=True)
+class KeepPodGroup:
+    """Create the job's PodGroup, or change its minimum."""
+
+    kind: Kind
+    obj: Obj
+    exists: bool
+
+
+@dataclass(frozen=True, slots=True)
 class SetStatus:
     """Write the operator's complete part of the status."""
 
@@ -114,6 +124,7 @@ Action = (
     | DeletePods
     | DeleteJob
     | Allot
+    | KeepPodGroup
     | SetStatus
     | RecordEvent
 )

@@ -16,16 +16,13 @@ from typing import Self
 from pydantic import ValidationError
 
 from dlrover_operator.facts import ACTIVE_PHASES, final_phase
-from dlrover_operator.observed import Obj, owner
+from dlrover_operator.observed import Key, Obj, owner
 from dlrover_py.allocator import Demand, Pool, allocate, demand_of
 from dlrover_py.protocol import names
 from dlrover_py.protocol.autoscale import NodeAllocation
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.status import MeasuredSpeed, unix_seconds
-
-Key = tuple[str, str]
-"""Namespace and name of a job."""
 
 SUSPENDED = "held back: the job was suspended"
 """Reason of a job with ``suspend: true``, which must not take its old nodes when it resumes."""
@@ -118,7 +115,9 @@ class HeldPod:
 
 
 def takes_part(job: Obj) -> bool:
-    """Return whether nodes are allotted to a job: it is run here, and has not opted out."""
+    """Return whether nodes are allotted to a job: run here, in no queue, and not opted out."""
+    if names.LABEL_QUEUE in (job["metadata"].get("labels") or {}):
+        return False
     note = (job["metadata"].get("annotations") or {}).get(names.NOTE_ALLOCATION)
     return note != "off" and (job.get("spec") or {}).get("managedBy") in (None, names.MANAGED_BY)
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Literal, NamedTuple
 
+from dlrover_operator import gang
 from dlrover_operator.actions import RecordEvent, SetStatus
 from dlrover_operator.facts import JobFacts
 from dlrover_operator.observed import LastError, Obj, PodReason
@@ -34,6 +35,7 @@ STATES = frozenset(
         ConditionType.SUSPENDED,
         ConditionType.DEADLINE_EXCEEDED,
         ConditionType.ALLOCATED,
+        ConditionType.GANG_READY,
         ConditionType.SUCCEEDED,
         ConditionType.FAILED,
         ConditionType.STOPPED,
@@ -161,7 +163,8 @@ class JobConditions:
         changed = any(c != facts.conditions.get(c["type"]) for c, _ in written)
         changed |= any(facts.status.get(name) != value for name, value in fields.items())
         types = {c["type"] for c, _ in written}
-        changed |= ConditionType.ALLOCATED in facts.conditions.keys() - types  # no longer allotted
+        passing = {ConditionType.ALLOCATED, ConditionType.GANG_READY}
+        changed |= bool(passing & (facts.conditions.keys() - types))  # they do not apply any more
         if changed:
             yield SetStatus(status)
         for condition, event in written:
@@ -215,6 +218,10 @@ class JobConditions:
         yield self._master_ready()
         if facts.seen.allotted and not (facts.ended or facts.suspend or facts.refused):
             yield self._allocated()
+        if facts.seen.gang is not None and facts.job is not None and not facts.ended:
+            yield DesiredCondition(
+                ConditionType.GANG_READY, *gang.verdict(facts.job, facts.seen.gang), "Normal"
+            )
         if facts.ended or facts.suspend:
             yield from self._pods_left()
         if facts.suspend and not facts.ended:
@@ -264,7 +271,7 @@ class JobConditions:
         facts = self._facts
         granted = facts.job.allocation if facts.job is not None else None
         if granted is None:
-            message = "the allocator has not decided yet"
+            message = facts.seen.held_for or "the allocator has not decided yet"
             return DesiredCondition(
                 ConditionType.ALLOCATED, False, ConditionReason.WAITING, message
             )

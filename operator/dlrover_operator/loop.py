@@ -12,16 +12,18 @@ import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.metrics_core import GaugeMetricFamily
 
-from dlrover_operator import actions, allotment, credentials, manifests, plan
-from dlrover_operator.allotment import Key, SharedHosts
+from dlrover_operator import actions, allotment, credentials, kueue, manifests, plan
+from dlrover_operator.allotment import SharedHosts
+from dlrover_operator.gangs import Gangs
 from dlrover_operator.manifests import Options
 from dlrover_operator.observed import (
     Deployment,
+    Key,
     LastError,
     MasterPod,
     ObservedJob,
@@ -29,6 +31,7 @@ from dlrover_operator.observed import (
     WorkerPod,
 )
 from dlrover_operator.plan import JobPlan
+from dlrover_operator.queues import Queues
 from dlrover_operator.sharing import Sharing
 from dlrover_operator.timing import OperatorTiming
 from dlrover_operator.workqueue import WorkQueue
@@ -48,6 +51,13 @@ log = logging.getLogger("operator")
 
 ALLOT: Key = ("", "")
 """Key in the queue for the decision how many nodes each job may have."""
+QUEUES: Key = ("", "queues")
+"""Key in the queue for the jobs that are in queues of Kueue."""
+NO_KUEUE = (
+    f"the job has the label {names.LABEL_QUEUE}, and the operator does not work with Kueue: set "
+    "kueue.enabled in its chart, or remove the label"
+)
+"""Why a job in a queue does not start."""
 WORKERS = 8
 """Number of jobs that are processed at the same time."""
 RESYNC_S = 30.0
@@ -104,6 +114,13 @@ class _Watch:
     """Returns the part of an object that is kept in memory."""
 
 
+class _Parts(TypedDict):
+    """What the parts tell the operator."""
+
+    changed: Callable[[], None]
+    failed: Callable[[Kind], None]
+
+
 _OF_JOB = names.LABEL_JOB
 WATCHES = (
     _Watch(kinds.ELASTICJOBS, "", lambda obj: _without_unused(obj)),
@@ -124,6 +141,8 @@ class Operator:
         namespaces: tuple[str, ...] = (),
         *,
         shared: SharedHosts | None = None,
+        kueue: bool = False,
+        gangs: bool = False,
         registry: CollectorRegistry | None = None,
         timing: OperatorTiming | None = None,
     ) -> None:
@@ -134,6 +153,8 @@ class Operator:
             options: settings for all masters.
             namespaces: namespaces whose jobs are managed; empty: all namespaces.
             shared: hosts that the jobs share; None: each job takes what it finds.
+            kueue: whether jobs may be in queues of Kueue.
+            gangs: whether PodGroups that templates name are kept.
             registry: registry of the metrics; None: a new one.
             timing: times of the operator; None: the defaults.
         """
@@ -161,14 +182,17 @@ class Operator:
         self._metrics = _OperatorMetrics(self)
         self._sharing: Sharing | None = None
         """What the jobs share; None if no nodes are allotted."""
+        self._queues: Queues | None = None
+        """The queues of Kueue; None if the operator does not work with them."""
+        self._gangs: Gangs | None = None
+        """The PodGroups; None if the operator keeps none."""
+        parts: _Parts = {"changed": self._allot_soon, "failed": self._metrics.note_failure}
         if shared is not None:
-            self._sharing = Sharing(
-                api,
-                shared,
-                self._scopes,
-                changed=self._allot_soon,
-                failed=lambda kind: self._metrics.watch_errors.labels(kind.plural).inc(),
-            )
+            self._sharing = Sharing(api, shared, self._scopes, **parts)
+        if kueue:
+            self._queues = Queues(api, self._scopes, **parts)
+        if gangs:
+            self._gangs = Gangs(api, self._scopes, **parts | {"changed": self._plan_all})
 
     # --- Start and health ---
 
@@ -182,8 +206,9 @@ class Operator:
             for watch in WATCHES:
                 for scope in self._scopes:
                     tasks.create_task(self._follow(watch, scope))
-            if self._sharing is not None:
-                tasks.create_task(self._sharing.follow())
+            for part in (self._sharing, self._queues, self._gangs):
+                if part is not None:
+                    tasks.create_task(part.follow())
             for _ in range(WORKERS):
                 tasks.create_task(self._work())
 
@@ -221,7 +246,7 @@ class Operator:
             if error is None:
                 log.info("watch_recovered", extra=fields)
             else:
-                self._metrics.watch_errors.labels(watch.kind.plural).inc()
+                self._metrics.note_failure(watch.kind)
                 log.warning("watch_failed", extra=fields | {"why": str(error)})
 
         async with contextlib.aclosing(
@@ -251,10 +276,14 @@ class Operator:
         for item in items:
             self._keep(kind, item)
         self._listed.add((kind, scope))
-        if self.ready:  # before, a job could seem to have no master
+        self._plan_all()
+        self._allot_soon()
+
+    def _plan_all(self) -> None:
+        """Queue all jobs, if all kinds were listed: before, a job could seem to have no master."""
+        if self.ready:
             for key in self._cache[JOBS]:
                 self._queue.add(key)
-            self._allot_soon()
 
     def _is_outdated(self, kind: Kind, item: _QueueItem) -> bool:
         """Return whether a job is older than in the view, which has the answers to allotments."""
@@ -304,6 +333,10 @@ class Operator:
         if job is None:
             return None
         pods = self._cache[MASTER_PODS].get(key, {}).values()
+        shares = self._sharing is not None and allotment.takes_part(job)
+        queued = bool(kueue.queue_of(job))
+        if self._queues is not None:
+            queued = self._queues.manages(job)
         return ObservedJob(
             job=job,
             deployment=one(MASTERS, master),
@@ -313,7 +346,9 @@ class Operator:
             account_created_at=self._account_created_at.get(key, 0.0),
             refused=self._last_errors[key].message if key in self._last_errors else "",
             jobs=len(self._cache[JOBS]),
-            allotted=self._sharing is not None and allotment.takes_part(job),
+            allotted=shares or queued,
+            gang=self._gangs.of(job) if self._gangs is not None else None,
+            held_for=NO_KUEUE if queued and self._queues is None else "",
             # Spread over time after a start of the operator: a check makes six requests per job.
             rights_checked_at=self._rights_checked_at.setdefault(
                 key, self._api.wall() + random_delay_s(0, self._timing.rights_interval_s)
@@ -351,8 +386,8 @@ class Operator:
             action was refused; ``retry`` after an error that may pass, or if the status could not
             be written; otherwise ``done``, or ``unchanged`` if the plan was empty.
         """
-        if key == ALLOT:
-            return await self._allot()
+        if key in (ALLOT, QUEUES):
+            return await self._allot(key)
         seen = self._observed(key)
         if seen is None:
             self._failures.pop(key, None)
@@ -410,30 +445,38 @@ class Operator:
 
     def _allot_soon(self) -> None:
         """Decide soon how many nodes each job may have, if nodes are allotted at all."""
-        if self._sharing is not None:
-            self._queue.add_after(ALLOT, self._timing.allot_after_s)
+        for source, decides in ((ALLOT, self._sharing), (QUEUES, self._queues)):
+            if decides is not None:
+                self._queue.add_after(source, self._timing.allot_after_s)
 
-    async def _allot(self) -> str:
+    async def _allot(self, source: Key) -> str:
         """Write how many nodes each job may have; return the result for the metrics.
 
         Nothing is written before all objects were listed once. A refusal of one job does not keep
         the others from their allocations: each of them is right without the rest.
+
+        Args:
+            source: who decides, ``ALLOT`` or ``QUEUES``.
         """
-        if self._sharing is None or not (self.ready and self._sharing.ready):
+        decides = self._sharing if source == ALLOT else self._queues
+        if decides is None or not (self.ready and decides.ready):
             return "unchanged"  # the next list causes a decision
-        now = self._api.wall()
         jobs = {key: named[key[1]].view for key, named in self._cache[JOBS].items()}
-        writes = self._sharing.writes(jobs.values(), now)
+        writes = decides.writes(jobs.values(), self._api.wall())
         failure: KubeError | None = None
         for key, allocation in writes.items():
             try:
-                await self._do(key, jobs[key], actions.Allot(allocation))
+                if allocation is not None:
+                    await self._do(key, jobs[key], actions.Allot(allocation))
+                if isinstance(decides, Queues):
+                    await decides.finish(key)
             except KubeError as error:
                 failure = error
         if failure is not None:
-            return self._retry_later(ALLOT, failure)
-        self._failures.pop(ALLOT, None)
-        self._queue.add_after(ALLOT, random_delay_s(0.8 * RESYNC_S, RESYNC_S))
+            return self._retry_later(source, failure)
+        self._failures.pop(source, None)
+        wait_s = random_delay_s(0.8 * RESYNC_S, RESYNC_S)
+        self._queue.add_after(source, min(wait_s, decides.again_s))
         return "done" if writes else "unchanged"
 
     def _plan(self, seen: ObservedJob, now: float) -> JobPlan:
@@ -507,11 +550,11 @@ class Operator:
                 if what == "RoleBinding":
                     self._rights_checked_at[key] = api.wall()
             case actions.MakeCredentials(elastic_job):
-                await self._make_credentials(elastic_job)
+                await _make_credentials(api, elastic_job)
                 self._credentials_checked_at[key] = api.wall()
             case actions.RestoreToken(elastic_job):
                 with contextlib.suppress(errors.NotFoundError):
-                    await self._keep_token(elastic_job)
+                    await _keep_token(api, elastic_job)
                 self._credentials_checked_at[key] = api.wall()
             case actions.ReplaceDeployment(obj):
                 await api.replace(kinds.DEPLOYMENTS, obj, strict=True)
@@ -537,6 +580,12 @@ class Operator:
                 )
                 if granted:  # the next decision must know it, even before the watch tells
                     self._keep(JOBS, _QueueItem(key, name, _without_unused(there)))
+            case actions.KeepPodGroup(kind, obj, exists):
+                if exists:
+                    patch = {"spec": {"minMember": obj["spec"]["minMember"]}}
+                    await api.patch(kind, obj["metadata"]["name"], patch, namespace)
+                else:
+                    await api.create_or_own(kind, obj, uid)
             case actions.SetStatus(status):
                 meta = {"name": name, "namespace": namespace, "uid": uid}
                 await api.apply(
@@ -557,44 +606,6 @@ class Operator:
         if self._account_created_at.get(key) != created_at:
             self._account_created_at[key] = created_at
             self._queue.add(key)  # the current plan did not know it
-
-    async def _make_credentials(self, job: Any) -> None:
-        """Make the Secrets of the certificate and the token, or keep existing ones.
-
-        If two operators do this at the same time, the first certificate decides the authority. The
-        Secret of the token follows it: one with another authority is deleted and made again.
-
-        Raises:
-            KubeError: The API server refuses a call or does not answer, or a Secret of this name
-                does not belong to the job.
-        """
-        fresh = credentials.issue(self._api.wall())
-        uid = job.metadata.uid
-        tls = await self._api.create_or_own(kinds.SECRETS, manifests.tls_secret(job, fresh), uid)
-        ca, wanted = credentials.decoded(tls, names.SECRET_CA), _token_of(job, tls)
-        token = await self._api.create_or_own(kinds.SECRETS, wanted, uid)
-        if credentials.decoded(token, names.SECRET_CA) != ca:  # the certificate was deleted
-            meta = token["metadata"]
-            await self._api.delete(kinds.SECRETS, meta["name"], meta["namespace"], uid=meta["uid"])
-            await self._api.create_or_own(kinds.SECRETS, wanted, uid)
-
-    async def _keep_token(self, job: Any) -> None:
-        """Restore a deleted Secret of the token with the token that the running master knows.
-
-        Nothing is done if the Secret exists. If that token cannot be derived, nothing is made: the
-        master would refuse nodes with another token.
-
-        Raises:
-            NotFoundError: the Secret of the certificate does not exist.
-            KubeError: the API server refuses another call, or does not answer.
-        """
-        name, uid, namespace = job.metadata.name, job.metadata.uid, job.metadata.namespace
-        with contextlib.suppress(errors.NotFoundError):
-            await self._api.get(kinds.SECRETS, names.token_of(name, uid), namespace)
-            return
-        tls = await self._api.get(kinds.SECRETS, names.tls_of(name, uid), namespace)
-        if names.TOKEN_FOLLOWS in (tls["metadata"].get("annotations") or {}):
-            await self._api.create_or_own(kinds.SECRETS, _token_of(job, tls), uid)
 
     async def _remaining_pods(self, key: Key, job: Obj) -> tuple[WorkerPod, ...]:
         """List the worker Pods of the job that hold resources, by a request to the API server.
@@ -635,29 +646,7 @@ class Operator:
             reason: A CamelCase word.
             message: The text for people; if empty, the reason.
         """
-        meta = job["metadata"]
-        identity = "\0".join((meta["uid"], str(meta.get("generation")), reason, message))
-        now = rfc3339(self._api.wall())
-        event = {
-            "metadata": {
-                "name": f"{key[1]}.{hashlib.sha256(identity.encode()).hexdigest()[:16]}",
-                "namespace": key[0],
-            },
-            "involvedObject": {
-                "apiVersion": names.API_VERSION,
-                "kind": names.KIND,
-                "name": key[1],
-                "namespace": key[0],
-                "uid": meta["uid"],
-            },
-            "type": event_type,
-            "reason": reason,
-            "message": message or reason,
-            "count": 1,
-            "firstTimestamp": now,
-            "lastTimestamp": now,
-            "source": {"component": names.OPERATOR_MANAGER},
-        }
+        event = _event(job, event_type, reason, message, self._api.wall())
         try:
             await self._api.create(kinds.EVENTS, event)
         except errors.AlreadyExistsError:
@@ -699,6 +688,10 @@ class _OperatorMetrics:
         ready.set_function(lambda: operator.ready)
         registry.register(self)
 
+    def note_failure(self, kind: Kind) -> None:
+        """Count a failure of a watch."""
+        self.watch_errors.labels(kind.plural).inc()
+
     def collect(self) -> Any:
         """Yield gauges of jobs by phase and of observed objects; prometheus_client calls this."""
         held = self._operator._cache
@@ -736,6 +729,79 @@ def _without_unused(obj: Obj) -> Obj:
         lean["nodes"] = [{"phase": n.get("phase")} for n in training.get("nodes") or ()]
         status = status | {"training": lean}
     return obj | {"metadata": meta, "status": status}
+
+
+def _event(job: Obj, event_type: str, reason: str, message: str, now: float) -> Obj:
+    """Return an event, whose name is derived from its contents.
+
+    Args:
+        job: The ElasticJob.
+        event_type: ``Normal`` or ``Warning``.
+        reason: A CamelCase word.
+        message: The text for people; if empty, the reason.
+        now: Unix time.
+    """
+    meta = job["metadata"]
+    identity = "\0".join((meta["uid"], str(meta.get("generation")), reason, message))
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    namespace, name, at = meta["namespace"], meta["name"], rfc3339(now)
+    return {
+        "metadata": {"name": f"{name}.{digest}", "namespace": namespace},
+        "involvedObject": {
+            "apiVersion": names.API_VERSION,
+            "kind": names.KIND,
+            "name": name,
+            "namespace": namespace,
+            "uid": meta["uid"],
+        },
+        "type": event_type,
+        "reason": reason,
+        "message": message or reason,
+        "count": 1,
+        "firstTimestamp": at,
+        "lastTimestamp": at,
+        "source": {"component": names.OPERATOR_MANAGER},
+    }
+
+
+async def _make_credentials(api: KubeClient, job: Any) -> None:
+    """Make the Secrets of the certificate and the token, or keep existing ones.
+
+    If two operators do this at the same time, the first certificate decides the authority. The
+    Secret of the token follows it: one with another authority is deleted and made again.
+
+    Raises:
+        KubeError: The API server refuses a call or does not answer, or a Secret of this name
+            does not belong to the job.
+    """
+    fresh = credentials.issue(api.wall())
+    uid = job.metadata.uid
+    tls = await api.create_or_own(kinds.SECRETS, manifests.tls_secret(job, fresh), uid)
+    ca, wanted = credentials.decoded(tls, names.SECRET_CA), _token_of(job, tls)
+    token = await api.create_or_own(kinds.SECRETS, wanted, uid)
+    if credentials.decoded(token, names.SECRET_CA) != ca:  # the certificate was deleted
+        meta = token["metadata"]
+        await api.delete(kinds.SECRETS, meta["name"], meta["namespace"], uid=meta["uid"])
+        await api.create_or_own(kinds.SECRETS, wanted, uid)
+
+
+async def _keep_token(api: KubeClient, job: Any) -> None:
+    """Restore a deleted Secret of the token with the token that the running master knows.
+
+    Nothing is done if the Secret exists. If that token cannot be derived, nothing is made: the
+    master would refuse nodes with another token.
+
+    Raises:
+        NotFoundError: the Secret of the certificate does not exist.
+        KubeError: the API server refuses another call, or does not answer.
+    """
+    name, uid, namespace = job.metadata.name, job.metadata.uid, job.metadata.namespace
+    with contextlib.suppress(errors.NotFoundError):
+        await api.get(kinds.SECRETS, names.token_of(name, uid), namespace)
+        return
+    tls = await api.get(kinds.SECRETS, names.tls_of(name, uid), namespace)
+    if names.TOKEN_FOLLOWS in (tls["metadata"].get("annotations") or {}):
+        await api.create_or_own(kinds.SECRETS, _token_of(job, tls), uid)
 
 
 def _token_of(job: Any, tls: Obj) -> Obj:

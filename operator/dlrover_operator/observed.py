@@ -4,11 +4,14 @@ import math
 from dataclasses import dataclass
 from typing import Any, NewType, Self
 
+from dlrover_py.kubernetes.kinds import Kind
 from dlrover_py.protocol import names
 from dlrover_py.protocol.reasons import ConditionReason
 from dlrover_py.protocol.status import unix_seconds
 
 Obj = dict[str, Any]
+Key = tuple[str, str]
+"""Namespace and name of an object."""
 PodReason = NewType("PodReason", str)
 """The reason that Kubernetes gives for a Pod that does not run."""
 
@@ -162,6 +165,36 @@ class WorkerPod:
 
 
 @dataclass(frozen=True, slots=True)
+class PodGroup:
+    """The view of a PodGroup."""
+
+    owner: str
+    """Uid of the ElasticJob that owns it; empty if none does."""
+    minimum: int
+    """``minMember``."""
+
+    @classmethod
+    def of(cls, obj: Obj) -> Self:
+        """Return the view of an object."""
+        return cls(owner(obj["metadata"]), (obj.get("spec") or {}).get("minMember") or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Gang:
+    """What a job's template says of its group, and what the cluster has of it."""
+
+    kind: Kind
+    """Kind of the group."""
+    name: str
+    queue: str = ""
+    """Queue of the group, for Volcano."""
+    group: PodGroup | None = None
+    """The group; None if it does not exist."""
+    missing: str = ""
+    """Why groups of this kind cannot be read; empty if they can."""
+
+
+@dataclass(frozen=True, slots=True)
 class LastError:
     """The last refusal of the API server."""
 
@@ -199,6 +232,10 @@ class ObservedJob:
     """Worker Pods that hold resources; None if they were not listed."""
     allotted: bool = False
     """Whether the operator decides how many nodes the job may have."""
+    gang: Gang | None = None
+    """The PodGroup that its template names; None if it names none, or none is observed."""
+    held_for: str = ""
+    """Why it cannot decide; empty if it can."""
 
 
 def _termination_message(ended: Obj) -> str:

@@ -30,7 +30,7 @@ it no longer exists.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dlrover_operator import manifests
+from dlrover_operator import gang, manifests
 from dlrover_operator.actions import (
     Action,
     Allot,
@@ -39,6 +39,7 @@ from dlrover_operator.actions import (
     DeleteMasterPod,
     DeletePods,
     DeleteService,
+    KeepPodGroup,
     MakeCredentials,
     RecordEvent,
     ReplaceDeployment,
@@ -162,6 +163,14 @@ class _Planner:
             pass  # it starts when it may have nodes
         elif facts.job is not None and not facts.foreign:
             yield from self._run(facts.job)
+            yield from self._keep_gang(facts.job)
+
+    def _keep_gang(self, job: ElasticJob) -> Iterator[Action]:
+        """Keep the PodGroup that the template names in step with the job's minimum."""
+        found = self._facts.seen.gang
+        wanted = gang.change(job, found) if found is not None else None
+        if found is not None and wanted is not None and self._facts.refused is None:
+            yield KeepPodGroup(found.kind, wanted, found.group is not None)
 
     def _delete_remaining_pods(self) -> Iterator[Action]:
         """Delete the worker Pods that hold resources, because there is no master to end them.

@@ -29,6 +29,10 @@ class Settings:
     log_level: str
     shared: SharedHosts | None = None
     """Hosts that the jobs share; None: no nodes are allotted."""
+    kueue: bool = False
+    """Whether jobs may be in queues of Kueue."""
+    gangs: bool = False
+    """Whether PodGroups that templates name are kept."""
 
     @classmethod
     def parse(cls, argv: Sequence[str] | None = None) -> "Settings":
@@ -56,7 +60,8 @@ class Settings:
         if args.master_resources:
             options = replace(options, resources=_resources(args.master_resources))
         namespaces = tuple(dict.fromkeys(args.namespace))
-        return cls(options, namespaces, args.health, args.log_level, _shared(args))
+        shared = _shared(args)
+        return cls(options, namespaces, args.health, args.log_level, shared, args.kueue, args.gangs)
 
 
 def _resources(text: str) -> dict[str, object]:
@@ -218,6 +223,16 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="time for which a size is kept that was chosen for the sake of speed "
         "(default: %(default)g)",
+    )
+    p.add_argument(
+        "--kueue",
+        action="store_true",
+        help="run jobs with the label kueue.x-k8s.io/queue-name as Kueue admits them",
+    )
+    p.add_argument(
+        "--gangs",
+        action="store_true",
+        help="keep the PodGroups that Pod templates name for Volcano or the coscheduling plug-in",
     )
     p.add_argument("--log-level", default="INFO", choices=LEVELS)
     return p

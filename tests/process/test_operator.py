@@ -90,8 +90,12 @@ async def operator(
     *namespaces: str,
     timing: OperatorTiming | None = None,
     shared: SharedHosts | None = None,
+    kueue: bool = False,
+    gangs: bool = False,
 ) -> AsyncIterator[OpenOperator]:
-    made = OpenOperator(kube, OPTIONS, namespaces, timing=timing, shared=shared)
+    made = OpenOperator(
+        kube, OPTIONS, namespaces, timing=timing, shared=shared, kueue=kueue, gangs=gangs
+    )
     running = asyncio.create_task(made.run())
     try:
         await until(lambda: made.ready, "a ready operator")

@@ -4,10 +4,11 @@ import json
 
 import pytest
 
-from dlrover_py.master.core.events import JobChanged, Rules
+from dlrover_py.master.core.events import JobChanged, NodeSeen, Rules
 from dlrover_py.protocol.autoscale import NodeAllocation
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.protocol.names import NodeId
 from dlrover_py.protocol.status import JobPhase
 from tests.builders import WALL, Bench, elastic_job, job_file
 
@@ -50,6 +51,18 @@ def test_a_job_starts_with_what_it_may_have_and_follows_changes() -> None:
     assert len(bench.members) == 6
     allocate(bench, None)
     assert len(bench.members) == 6
+
+
+def test_a_node_whose_place_was_taken_leaves_and_no_other_one_does() -> None:
+    bench = started(elastic_job(4, 2))
+    taken, *others = bench.members
+    bench.spec = bench.spec.allocated(NodeAllocation(nodes=3))
+    bench.step(
+        JobChanged(bench.spec), NodeSeen(NodeId(taken), True, leaving="its Pod is being deleted")
+    )
+    bench.settle()
+    assert bench.members == others
+    assert bench.job.state.next_node == 4, "it is not replaced"
 
 
 def test_more_than_replicas_is_not_used() -> None:

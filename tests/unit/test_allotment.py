@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrover_operator.allotment import HeldPod, Host, Key, SharedHosts, decide, quantity, takes_part
+from dlrover_operator.allotment import HeldPod, Host, SharedHosts, decide, quantity, takes_part
+from dlrover_operator.observed import Key
 from dlrover_operator.settings import Settings
 from dlrover_py.protocol.autoscale import NodeAllocation
 from dlrover_py.protocol.errors import ConfigError

@@ -42,7 +42,7 @@ from dlrover_py.pacing import TokenBucket
 from dlrover_py.protocol.agents import Progress
 from dlrover_py.protocol.errors import SupersededError, TransientError
 from dlrover_py.protocol.job import ElasticJob
-from dlrover_py.protocol.names import NodeId
+from dlrover_py.protocol.names import LABEL_PLACEMENT, NodeId
 from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.status import (
     Condition,
@@ -720,6 +720,41 @@ async def test_an_allocation_in_the_status_is_told_once(scene: Scene) -> None:
     assert last.job.rests
     assert last.job.metadata.generation == first.job.metadata.generation
     assert last.job.spec == first.job.spec
+
+
+async def test_pods_go_where_a_queue_has_given_room_and_leave_when_it_is_taken(
+    scene: Scene,
+) -> None:
+    def give(**places: int) -> None:
+        listed = [{"name": k, "nodes": n, "nodeSelector": {"pool": k}} for k, n in places.items()]
+        allocation = {"nodes": sum(places.values()), "reason": "r", "placements": listed}
+        obj = scene.job()
+        scene.cluster.put(
+            ELASTICJOBS, obj | {"status": (obj.get("status") or {}) | {"allocation": allocation}}
+        )
+
+    obj = scene.job()
+    obj["spec"]["replicaSpecs"]["worker"] |= {"replicas": 4, "minReplicas": 1}
+    scene.cluster.put(ELASTICJOBS, obj)
+    give(spot=2, stable=2)
+    await scene.platform.get_job()
+    nodes = [NodeId(f"n{number}") for number in range(4)]
+    for node in nodes:
+        await scene.platform.create_node(node)
+        scene.runs(node)
+    pods = [scene.pod(node) for node in nodes]
+    pools = [pod["spec"]["nodeSelector"]["pool"] for pod in pods]
+    assert pools == ["spot", "spot", "stable", "stable"]
+    assert [pod["metadata"]["labels"][LABEL_PLACEMENT] for pod in pods] == pools
+    give(spot=1, stable=2)
+    left = await scene.hears(lambda e: isinstance(e, NodeSeen) and bool(e.leaving))
+    assert isinstance(left, NodeSeen)
+    assert left.node == nodes[1], "the newest where there is one too many"
+    give(stable=2)
+    await scene.hears_of(NodeSeen, nodes[0])
+    await scene.hears(lambda e: isinstance(e, NodeSeen) and e.node == nodes[0] and bool(e.leaving))
+    await scene.until(lambda: not scene.platform.unfinished)
+    assert all("deletionTimestamp" not in scene.pod(node)["metadata"] for node in nodes[2:])
 
 
 @pytest.mark.parametrize("edit", BAD_EDITS)

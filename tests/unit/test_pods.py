@@ -8,10 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrover_py.master.core.events import NodeEnded, NodeSeen
-from dlrover_py.master.platform.kubernetes.pods import PodContext, fact, node_of, pod, view
+from dlrover_py.master.platform.kubernetes.pods import (
+    PodContext,
+    fact,
+    node_of,
+    place_for,
+    pod,
+    view,
+)
+from dlrover_py.protocol.autoscale import PodPlace
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import ElasticJob
-from dlrover_py.protocol.names import NOTE_TEMPLATE, NodeId, pod_of
+from dlrover_py.protocol.names import LABEL_PLACEMENT, NOTE_TEMPLATE, NodeId, pod_of
 from tests.builders import job_file
 
 N7 = NodeId("n7")
@@ -168,6 +176,29 @@ def terms(affinity: Any, avoid: list[str]) -> list[dict[str, Any]]:
     key = "requiredDuringSchedulingIgnoredDuringExecution"
     found: list[dict[str, Any]] = out["spec"]["affinity"]["nodeAffinity"][key]["nodeSelectorTerms"]
     return found
+
+
+def test_a_place_that_a_queue_has_given_is_added_to_what_the_template_asks_for() -> None:
+    mine = template(nodeSelector={"gpu": "h100"}, tolerations=[{"key": "a"}])
+    place = PodPlace(name="spot", nodes=1, node_selector={"pool": "s"}, tolerations=[{"key": "b"}])
+    out = pod(job(mine), N7, SITE, (), place)
+    assert out["spec"]["nodeSelector"] == {"gpu": "h100", "pool": "s"}
+    assert out["spec"]["tolerations"] == [{"key": "a"}, {"key": "b"}]
+    assert out["metadata"]["labels"][LABEL_PLACEMENT] == "spot"
+
+
+@pytest.mark.parametrize(
+    ("taken", "chosen"),
+    [({}, "a"), ({"a": 1}, "a"), ({"a": 2}, "b"), ({"a": 2, "b": 1}, "a"), ({"a": 4, "b": 1}, "b")],
+)
+def test_a_pod_goes_where_there_is_room_or_where_least_is_lacking(
+    taken: dict[str, int], chosen: str
+) -> None:
+    places = [PodPlace(name="a", nodes=2), PodPlace(name="b", nodes=1)]
+    found = place_for(places, taken)
+    assert found is not None
+    assert found.name == chosen
+    assert place_for([], taken) is None
 
 
 def test_hosts_are_kept_out_of_every_alternative_that_the_template_has() -> None:

@@ -1,4 +1,4 @@
-"""``python -m tests.cluster.lab up|down|prepare``: the command for a cluster on this machine."""
+"""``python -m tests.cluster.lab up|down|prepare|kueue``: a cluster on this machine."""
 
 import argparse
 import sys
@@ -11,7 +11,7 @@ from tests.cluster.lab.shell import LabError
 def main() -> int:
     """Run the command; return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.cluster.lab", description=__doc__)
-    parser.add_argument("what", choices=("up", "down", "prepare"))
+    parser.add_argument("what", choices=("up", "down", "prepare", "kueue"))
     parser.add_argument("--name", default=settings.NAME, help="name of the cluster")
     parser.add_argument("--nodes", type=int, default=settings.NODES)
     parser.add_argument(
@@ -22,6 +22,9 @@ def main() -> int:
     try:
         if args.what == "down":
             lab.down()
+            return 0
+        if args.what == "kueue":
+            print(parts.kueue(say))
             return 0
         return _prepare(say) if args.what == "prepare" else _up(lab, args.nodes, args.images, say)
     except (LabError, AssertionError) as error:

@@ -1,6 +1,7 @@
 """The programs of a cluster: installed packages, and programs that are built once and cached."""
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ from tests.cluster.lab.shell import alone, run
 KUBERNETES = "1.34.4"  # the newest version for cgroup v1 and containerd 1.6
 HELM = "helm.sh/helm/v3/cmd/helm@v3.19.0"
 KWOK = "sigs.k8s.io/kwok/cmd/kwok@v0.7.0"
+KUEUE = "sigs.k8s.io/kueue@v0.17.0"
 KUBE_SCORE = "github.com/zegl/kube-score/cmd/kube-score@v1.20.0"
 PROGRAMS = (
     "kube-apiserver",
@@ -122,6 +124,21 @@ def linter(say: Say) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         _install(say, folder, "kube-score", KUBE_SCORE)
     return folder / "kube-score"
+
+
+def kueue(say: Say) -> Path:
+    """Build Kueue in its own folder, with its definitions; return the folder."""
+    folder = CACHE / "bin" / f"kueue-{KUEUE.rpartition('@v')[2]}"
+    module, _, version = KUEUE.partition("@")
+    with alone(CACHE / "build.lock"):
+        folder.mkdir(parents=True, exist_ok=True)
+        _install(say, folder, "kueue", f"{module}/cmd/kueue@{version}")
+        if not (folder / "crds").exists():
+            source = run("go", "mod", "download", "-json", KUEUE, cwd=folder, within_s=600)
+            bases = Path(json.loads(source)["Dir"]) / "config/components/crd/bases"
+            shutil.copytree(bases, folder / "crds.part", copy_function=shutil.copyfile)
+            (folder / "crds.part").rename(folder / "crds")
+    return folder
 
 
 def _install(say: Say, folder: Path, name: str, module: str) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+from collections import Counter
 from collections.abc import Sequence
 
 from dlrover_py.kubernetes.errors import (
@@ -22,7 +23,9 @@ from dlrover_py.master.platform.kubernetes.pod_calls import BACKOFF, PodCalls
 from dlrover_py.master.platform.kubernetes.pod_table import ENDED_KEPT, PodTable
 from dlrover_py.master.platform.kubernetes.rights import Rights
 from dlrover_py.master.platform.kubernetes.template_trial import TemplateTrial, problem_of
+from dlrover_py.protocol.autoscale import PodPlace
 from dlrover_py.protocol.errors import ConfigError, TransientError
+from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import NodeId
 from dlrover_py.protocol.reasons import ConditionType
 
@@ -65,6 +68,8 @@ class PodCreator:
         self._posts: dict[NodeId, asyncio.Task[PodProblem | None]] = {}
         """The running request to create a node's Pod."""
         self._deleting_old = False
+        self._places: dict[NodeId, str] = {}
+        """Places of Pods that were requested and not seen yet."""
 
     async def create_node(self, node: NodeId, avoid: Sequence[str]) -> None:
         """Try to create the Pod until it exists or the task is canceled.
@@ -108,6 +113,7 @@ class PodCreator:
         send another request.
         """
         self._table.refusals.pop(node, None)
+        self._places.pop(node, None)
         if (post := self._posts.get(node)) is not None:
             await asyncio.wait([post])
 
@@ -163,7 +169,7 @@ class PodCreator:
                 return PodProblem(ConditionType.JOB_GONE, message)
             job = jobs.job
             try:
-                pod = pods.pod(job, node, context.pod_context, avoid)
+                pod = pods.pod(job, node, context.pod_context, avoid, self._place(job, node))
                 with transient(
                     ConfigError, AlreadyExistsError, InvalidError, ForbiddenError, NotFoundError
                 ):
@@ -186,6 +192,17 @@ class PodCreator:
             self._deleting_old = True
             context.tasks.start(self._keep_newest())
         return None
+
+    def _place(self, job: ElasticJob, node: NodeId) -> PodPlace | None:
+        """Choose the kind of hosts for a node's Pod, and reserve a place; None if all will do."""
+        placements = job.allocation.placements if job.allocation is not None else ()
+        seen = self._table.pods
+        self._places = {n: p for n, p in self._places.items() if n not in seen and n != node}
+        taken = Counter(pod.placement for pod in seen.values() if not pod.done)
+        place = pods.place_for(placements, taken + Counter(self._places.values()))
+        if place is not None:
+            self._places[node] = place.name
+        return place
 
     async def _check_existing_pod(self, node: NodeId) -> PodProblem | None:
         """Find out whether an existing Pod of this name belongs to the job; return None if it does.

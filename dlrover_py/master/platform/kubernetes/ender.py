@@ -89,6 +89,31 @@ class PodEnder:
                         await self._context.delete_pod(seen, grace_s)
         self._rights.note_granted(right)
 
+    async def vacate(self) -> None:
+        """Delete the Pods whose places have fewer nodes now, until none is left to delete.
+
+        The Pods have their own grace. To the core, this is a node that leaves with notice. A
+        refused deletion is tried again. Nothing is done while the job is suspended or held back:
+        then all its nodes end.
+        """
+
+        def due() -> list[PodView]:
+            job = self._jobs.job
+            if job is None or job.allocation is None or job.rests or self._jobs.orphaned:
+                return []
+            return pods.misplaced(job.allocation.placements, self._table.pods.values())
+
+        while found := due():
+            for seen in found:
+                async with self._calls.turn():
+                    with (
+                        contextlib.suppress(TransientError),
+                        self._rights.reporting(deletion_of(seen.name)),
+                        transient(ForbiddenError),
+                    ):
+                        await self._context.delete_pod(seen)
+            await self._table.wait_until(lambda: not due(), self._context.timing.linger_s)
+
     async def delete_node(self, node: NodeId, grace_s: float) -> None:
         """Wait until the Pod of a node ends by itself, and delete the Pod if it does not.
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from dlrover_py.kubernetes.client import KubeClient
 from dlrover_py.kubernetes.errors import KubeError
 from dlrover_py.kubernetes.kinds import ELASTICJOBS
-from dlrover_py.master.core.events import Event
+from dlrover_py.master.core.events import Event, JobChanged, NodesListed
 from dlrover_py.master.platform import PriorMasterState
 from dlrover_py.master.platform.kubernetes.conditions import PlatformConditions
 from dlrover_py.master.platform.kubernetes.context import JobContext
@@ -123,7 +123,10 @@ class KubernetesPlatform:
                 for failed in (task for task in watches if task.done()):
                     failed.result()  # a watch ends with an exception only
                 if fact.done():
-                    yield fact.result()
+                    events = fact.result()
+                    if any(isinstance(event, (JobChanged, NodesListed)) for event in events):
+                        self._context.tasks.start(self._ender.vacate())
+                    yield events
                     fact = asyncio.create_task(facts.get())
         finally:
             for task in (fact, *watches):

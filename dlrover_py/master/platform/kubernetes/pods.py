@@ -6,7 +6,7 @@ docs/kubernetes.md lists what is added to a user's template. Nothing else is cha
 import copy
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,9 +19,10 @@ from dlrover_py.master.platform.kubernetes.ends import (
     native_sidecars,
 )
 from dlrover_py.protocol import names
+from dlrover_py.protocol.autoscale import PodPlace
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import OWN_ENV, TEMPLATE, ElasticJob
-from dlrover_py.protocol.names import NodeId
+from dlrover_py.protocol.names import NodeId, id_key
 from dlrover_py.protocol.reasons import ConditionType
 from dlrover_py.protocol.template import in_lines
 from dlrover_py.protocol.timing import POD_GRACE_S
@@ -69,7 +70,13 @@ def node_of(job: str, pod: str) -> NodeId:
     return NodeId(pod.removeprefix(f"{job}-"))
 
 
-def pod(job: ElasticJob, node: NodeId, pod_context: PodContext, avoid: Iterable[str] = ()) -> Obj:
+def pod(
+    job: ElasticJob,
+    node: NodeId,
+    pod_context: PodContext,
+    avoid: Iterable[str] = (),
+    place: PodPlace | None = None,
+) -> Obj:
     """Return the Pod to create for a node. Nothing is created, and the job is not changed.
 
     Args:
@@ -77,6 +84,7 @@ def pod(job: ElasticJob, node: NodeId, pod_context: PodContext, avoid: Iterable[
         node: Id of the node.
         pod_context: Values that all Pods of the job share.
         avoid: Hosts that the Pod must not be placed on.
+        place: The kind of hosts that it must be placed on; None for all.
 
     Raises:
         ConfigError: The template has no container for the agent, uses a name or path that is
@@ -95,7 +103,7 @@ def pod(job: ElasticJob, node: NodeId, pod_context: PodContext, avoid: Iterable[
     template = copy.deepcopy(job.worker.template)
     given, spec = template.get("metadata") or {}, template["spec"]
     number = node.removeprefix("n")
-    meta = {
+    meta: Obj = {
         "name": names.pod_of(job.metadata.name, node),
         "namespace": job.metadata.namespace,
         "annotations": {
@@ -119,6 +127,10 @@ def pod(job: ElasticJob, node: NodeId, pod_context: PodContext, avoid: Iterable[
         spec.setdefault("priorityClassName", job.worker.priority_class)
     _extend_main_container(spec, spec["containers"][index], job, node, pod_context)
     _exclude_hosts(spec, avoid)
+    if place is not None:
+        meta["labels"][names.LABEL_PLACEMENT] = place.name
+        spec["nodeSelector"] = {**(spec.get("nodeSelector") or {}), **place.node_selector}
+        spec["tolerations"] = [*(spec.get("tolerations") or []), *place.tolerations]
     return {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
 
 
@@ -283,6 +295,8 @@ class PodView:
     """Time of its creation, as RFC 3339."""
     template_hash: str
     """Hash of the template; empty if the Pod was made by a master that did not record it."""
+    placement: str = ""
+    """Name of the kind of hosts that a queue has given to it; empty if none has."""
 
     @property
     def ended(self) -> str:
@@ -308,6 +322,45 @@ class PodView:
     def deleted(self) -> bool:
         """Whether the Pod was deleted, and ends after its grace."""
         return math.isfinite(self.grace_s)
+
+
+def place_for(placements: Sequence[PodPlace], taken: Mapping[str, int]) -> PodPlace | None:
+    """Return where a new Pod goes: the first place with room, else the one that lacks least.
+
+    A Pod that replaces another one may need a place before the old Pod has left it.
+
+    Args:
+        placements: The places; if there are none, the result is None.
+        taken: Number of Pods that hold resources, by name of the place.
+    """
+    rooms = [(place.nodes - taken.get(place.name, 0), place) for place in placements]
+    free = [place for room, place in rooms if room > 0]
+    if free:
+        return free[0]
+    return max(rooms, key=lambda one: one[0])[1] if rooms else None
+
+
+def misplaced(placements: Sequence[PodPlace], table: Iterable[PodView]) -> list[PodView]:
+    """Return the Pods to end because their places have fewer nodes now, those of high number first.
+
+    Nothing is returned while all Pods are in one place that is still there: then any of them may
+    end, and the round decides which.
+
+    Args:
+        placements: The places that the job has.
+        table: The job's Pods.
+    """
+    holding = [seen for seen in table if not (seen.done or seen.ended)]
+    places = {place.name: place.nodes for place in placements}
+    if len(places) <= 1 and all(seen.placement in places or not places for seen in holding):
+        return []
+    found = []
+    for name in sorted({seen.placement for seen in holding}):
+        here = [seen for seen in holding if seen.placement == name]
+        staying = [seen for seen in here if not seen.leaving]
+        staying.sort(key=lambda seen: id_key(NodeId(seen.name.rpartition("-")[2])), reverse=True)
+        found += staying[: max(0, len(staying) - places.get(name, 0))]
+    return found
 
 
 def view(obj: Obj) -> PodView:
@@ -354,6 +407,7 @@ def view(obj: Obj) -> PodView:
         termination_grace_s=float(spec.get("terminationGracePeriodSeconds", POD_GRACE_S)),
         created_at=meta.get("creationTimestamp") or "",
         template_hash=(meta.get("annotations") or {}).get(names.NOTE_TEMPLATE, ""),
+        placement=(meta.get("labels") or {}).get(names.LABEL_PLACEMENT, ""),
     )
 
 

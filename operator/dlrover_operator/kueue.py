@@ -1,0 +1,494 @@
+"""Jobs in a Kueue queue: which Workloads they need, and what the admitted ones allow (pure).
+
+A job has one Workload for its minimum, its *base*, and one for each further step of ``nodeUnit``.
+Kueue admits and evicts each by itself. The number of nodes in ``status.allocation`` follows, so a
+step that is evicted costs the job some nodes, and the base all of them.
+
+A Workload that has quota is deleted only when the job's Pods fit into the others. So the quota of a
+job always covers the Pods that hold resources. What is decided follows from the observed objects
+alone, and the operator may die between any two writes.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Self
+
+from dlrover_operator.facts import ACTIVE_PHASES, final_phase
+from dlrover_operator.observed import Obj, owner
+from dlrover_py.allocator import Demand, demand_of
+from dlrover_py.protocol import names
+from dlrover_py.protocol.autoscale import NodeAllocation, PodPlace
+from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.protocol.words import counted
+
+NOTE_STEP = "elasticjob.dlrover/step"
+"""Annotation of a Workload: 0 for the base, else the number of the step."""
+NOTE_REQUEST = "elasticjob.dlrover/request"
+"""Annotation of a Workload: a digest of what it asks for."""
+STEP_PRIORITY = -1_000_000
+"""Priority of the steps relative to the base. Bases of all jobs come before steps of any job."""
+WAITING_STEPS = 8
+"""Greatest number of steps of a job that wait for quota at the same time."""
+SEEN_S = 2.0
+"""Seconds after a smaller allocation before quota is given back: the master must have read it."""
+SUSPENDED = "held back: the job was suspended"
+OF_POD = (
+    *("nodeSelector", "tolerations", "affinity", "overhead", "runtimeClassName"),
+    *("resourceClaims", "resources"),
+)
+"""Fields of a Pod that decide about quota and flavors."""
+OF_CONTAINER = ("name", "image", "resources", "restartPolicy")
+"""The same of a container."""
+POD_SET = "main"
+"""Name of the only Pod set of a Workload."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The view of a Workload of a job."""
+
+    name: str
+    uid: str
+    owner: str
+    """Uid of the ElasticJob that owns it; empty if none does."""
+    step: int
+    """0 for the base."""
+    nodes: int
+    """Number of Pods for which it asks."""
+    queue: str
+    request: str
+    """Digest of what it asks for."""
+    reserved: bool = False
+    """Whether it holds quota."""
+    admitted: bool = False
+    """Whether Kueue allows its Pods."""
+    why: str = ""
+    """What Kueue says of its state."""
+    evicted: bool = False
+    """Whether Kueue takes back what it has admitted."""
+    leaving: bool = False
+    """Whether it was deleted but still exists."""
+    flavors: tuple[str, ...] = ()
+    """Names of the ResourceFlavors that its Pods get, sorted."""
+
+    @classmethod
+    def of(cls, obj: Obj) -> Self:
+        """Return the view of an object. One that is no Workload of ours has the step -1."""
+        meta, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
+        notes = meta.get("annotations") or {}
+        conditions = {c.get("type"): c for c in status.get("conditions") or ()}
+        true = {kind for kind, c in conditions.items() if c.get("status") == "True"}
+        evicted = "Evicted" in true
+        admission = status.get("admission") or {}
+        given = (admission.get("podSetAssignments") or [{}])[0]
+        told = conditions.get("Evicted" if evicted else "QuotaReserved") or {}
+        if "QuotaReserved" in true and "Admitted" not in true and not evicted:
+            told = {"message": "its admission checks are not done"}
+        step = notes.get(NOTE_STEP, "")
+        sets = spec.get("podSets") or [{}]
+        return cls(
+            name=meta["name"],
+            uid=meta["uid"],
+            owner=owner(meta),
+            step=int(step) if step.isdecimal() else -1,
+            nodes=sets[0].get("count", 1),
+            queue=spec.get("queueName", ""),
+            request=notes.get(NOTE_REQUEST, ""),
+            reserved=bool(admission),
+            admitted=bool(admission) and "Admitted" in true and not evicted,
+            why=told.get("message", ""),
+            evicted=evicted,
+            leaving="deletionTimestamp" in meta,
+            flavors=tuple(sorted(set((given.get("flavors") or {}).values()))),
+        )
+
+    @property
+    def placement(self) -> str:
+        """Return the name of the kind of hosts on which its Pods are placed."""
+        name = ".".join(self.flavors)
+        if len(name) <= 63:
+            return name
+        return f"{name[:50].rstrip('.-')}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Flavor:
+    """The view of a ResourceFlavor."""
+
+    labels: Mapping[str, str]
+    """Labels of its hosts."""
+    tolerations: tuple[Obj, ...]
+    """Tolerations that Pods on its hosts need."""
+
+    @classmethod
+    def of(cls, obj: Obj) -> Self:
+        """Return the view of an object."""
+        spec = obj.get("spec") or {}
+        return cls(spec.get("nodeLabels") or {}, tuple(spec.get("tolerations") or ()))
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedPod:
+    """The view of a worker's Pod."""
+
+    job: str
+    """Uid of the ElasticJob that owns it; empty if there is none."""
+    placement: str
+    """Name of the kind of hosts that it was given; empty if it was given none."""
+    holds: bool
+    """Whether it holds resources: it has not ended."""
+
+    @classmethod
+    def of(cls, obj: Obj) -> Self:
+        """Return the view of an object."""
+        meta = obj["metadata"]
+        return cls(
+            owner(meta),
+            (meta.get("labels") or {}).get(names.LABEL_PLACEMENT, ""),
+            (obj.get("status") or {}).get("phase") not in ("Succeeded", "Failed"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """What the cluster has of Kueue."""
+
+    queues: frozenset[tuple[str, str]] = frozenset()
+    """Namespace and name of all LocalQueues."""
+    flavors: Mapping[str, Flavor] = field(default_factory=dict)
+    """ResourceFlavors by name."""
+    missing: str = ""
+    """Why nothing is known of Kueue; empty if all is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What must change for one job."""
+
+    create: tuple[Obj, ...] = ()
+    """Workloads to create."""
+    delete: tuple[Workload, ...] = ()
+    """Workloads to delete."""
+    allocation: NodeAllocation | None = None
+    """The allocation to write; None if it stays."""
+    waits: bool = False
+    """Whether quota is to be given back as soon as the master has read the allocation."""
+
+
+def queue_of(job: Obj) -> str:
+    """Return the name of the queue that a job asks for; empty if it asks for none."""
+    return str((job["metadata"].get("labels") or {}).get(names.LABEL_QUEUE) or "")
+
+
+def decide(
+    job: Obj,
+    workloads: Iterable[Workload],
+    pods: Iterable[QueuedPod],
+    cluster: Cluster,
+    now: float,
+    refused: str = "",
+) -> Changes:
+    """Return what must change for a job that is in a queue or has Workloads. Nothing is done.
+
+    Args:
+        job: the ElasticJob.
+        workloads: the Workloads in its namespace; those of other jobs are ignored.
+        pods: the Pods of workers; those of other jobs are ignored.
+        cluster: what the cluster has of Kueue.
+        now: Unix time.
+        refused: why the API server has refused a Workload of the job; empty if it has not.
+    """
+    meta, spec = job["metadata"], job.get("spec") or {}
+    if meta.get("deletionTimestamp") or spec.get("managedBy") not in (None, names.MANAGED_BY):
+        return Changes()
+    own = sorted(
+        (w for w in workloads if w.owner == meta["uid"] and w.step >= 0), key=lambda w: w.step
+    )
+    held = Counter(pod.placement for pod in pods if pod.job == meta["uid"] and pod.holds)
+    return _Decision(job, own, held, cluster, now, refused).changes()
+
+
+class _Decision:
+    """The decision for one job."""
+
+    def __init__(
+        self,
+        job: Obj,
+        own: Sequence[Workload],
+        held: Counter[str],
+        cluster: Cluster,
+        now: float,
+        refused: str,
+    ) -> None:
+        """Keep what is known.
+
+        Args:
+            job: the ElasticJob.
+            own: its Workloads, the base first.
+            held: number of its Pods that hold resources, by placement.
+            cluster: what the cluster has of Kueue.
+            now: Unix time.
+            refused: why a Workload of the job was refused; empty if none was.
+        """
+        self._obj, self._own, self._held = job, own, held
+        self._cluster, self._now, self._refused = cluster, now, refused
+        self._granted = ElasticJob.allocation_in(job)
+        training = (job.get("status") or {}).get("training") or {}
+        # Until a master reports that it wants fewer nodes, it may create those that are missing.
+        wanted = training.get("desired", 0) if training.get("phase") in ACTIVE_PHASES else 0
+        worker = ((job.get("spec") or {}).get("replicaSpecs") or {}).get("worker") or {}
+        self._standbys: int = worker.get("standbyReplicas") or 0
+        self._pods = max(held.total(), wanted + self._standbys if wanted else 0)
+        """Pods that hold resources, or may do so soon."""
+
+    def changes(self) -> Changes:
+        """Return what must change."""
+        queue = queue_of(self._obj)
+        ended = final_phase(self._obj.get("status") or {})
+        if self._cluster.missing:
+            held = None if ended else self._hold(self._cluster.missing, keep=True)
+            return Changes(allocation=held)
+        if ended:
+            return self._released(self._own, None)
+        if self._obj["spec"].get("suspend") is True:
+            return self._released(self._own, self._grant(0, SUSPENDED))
+        try:
+            job = ElasticJob.read(self._obj)
+        except ConfigError:
+            return Changes()  # the condition Accepted has the reason
+        template = job.worker.template.get("metadata") or {}
+        if names.LABEL_QUEUE in (template.get("labels") or {}):
+            why = (
+                f"two owners of quota: the label {names.LABEL_QUEUE} is on the job and in the "
+                "metadata of its Pod template; remove it from the template"
+            )
+            return Changes(allocation=self._hold(why, keep=True))
+        now_in = next((w.queue for w in self._own if w.reserved), "")
+        if not now_in and (self._obj["metadata"]["namespace"], queue) not in self._cluster.queues:
+            if not queue:
+                return self._released(self._own, None)
+            namespace = self._obj["metadata"]["namespace"]
+            why = f"there is no LocalQueue {queue} in the namespace {namespace}; create it"
+            return self._released(self._own, self._hold(f"{why}, or correct the label"))
+        note = ""
+        if now_in and now_in != queue:
+            other = f"the queue {queue}" if queue else "no queue"
+            note = f"; the label now names {other}: suspend and resume the job to move it"
+        return self._queued(job, now_in or queue, note)
+
+    def _queued(self, job: ElasticJob, queue: str, note: str) -> Changes:
+        """Return what must change for a job that is to have nodes.
+
+        Args:
+            job: the job.
+            queue: name of its queue.
+            note: added to the reason of the allocation.
+        """
+        demand = demand_of(job, None, queued_at=0.0, size=0)
+        base = next((w for w in self._own if w.step == 0), None)
+        wanted = _workload(job, self._obj, queue, 0, demand, demand.minimum + self._standbys)
+        steps = [w for w in self._own if w.step > 0]
+        if base is None:
+            # Pods of a time before the queue, or of a base that was deleted, must end first.
+            ready = not self._pods and not steps
+            why = self._refused or f"waits for the queue {queue}{note}"
+            changes = self._released(steps, self._hold(why))
+            return Changes((wanted,) if ready else (), *_rest(changes))
+        if not base.admitted:
+            stale = not base.reserved and base.request != _request(wanted)
+            told = f": {base.why}" if base.why else ": Kueue has not admitted it yet"
+            gone = base.leaving or stale or base.evicted
+            return self._released(
+                [*steps, *([base] if gone else [])],
+                self._hold(f"waits in the queue {queue}{told}{note}"),
+            )
+        if base.leaving:
+            return self._released(steps, self._hold(f"waits in the queue {queue}{note}"))
+        if not self._known(base):
+            why = f"there is no ResourceFlavor of the name {' or '.join(base.flavors)}"
+            return Changes(allocation=self._hold(why, keep=True))
+        return self._sized(job, demand, [base, *steps], note)
+
+    def _sized(
+        self, job: ElasticJob, demand: Demand, own: Sequence[Workload], note: str
+    ) -> Changes:
+        """Return what must change for a job whose base is admitted.
+
+        Args:
+            job: the job.
+            demand: what it asks for.
+            own: its Workloads, the base first.
+            note: added to the reason of the allocation.
+        """
+        base, *steps = own
+        extra = demand.maximum - (base.nodes - self._standbys)
+        kept: list[Workload] = []
+        waiting = 0
+        for one in sorted(steps, key=lambda w: (not w.admitted, not w.reserved, w.step)):
+            size = min(demand.unit, extra)
+            fits = one.nodes == size if not one.reserved else extra > 0
+            wish = _workload(job, self._obj, base.queue, one.step, demand, size)
+            current = one.request == _request(wish)
+            if one.leaving or one.evicted or not fits or not (one.reserved or current):
+                continue
+            kept.append(one)
+            waiting += not one.reserved
+            extra -= one.nodes
+        create = []
+        free = (number for number in count(1) if all(w.step != number for w in steps))
+        while extra > 0 and waiting < WAITING_STEPS:
+            size = min(demand.unit, extra)
+            create.append(_workload(job, self._obj, base.queue, next(free), demand, size))
+            extra, waiting = extra - size, waiting + 1
+        admitted = [base, *(w for w in kept if w.admitted and self._known(w))]
+        nodes = min(sum(w.nodes for w in admitted) - self._standbys, demand.maximum)
+        words = f"the queue {base.queue} has admitted {counted(nodes, 'node')}"
+        if waiting:
+            words += f"; {counted(demand.maximum - nodes, 'more node')} wait for quota"
+        changes = self._released(
+            [w for w in steps if w not in kept],
+            self._grant(nodes, words + note, self._placements(admitted)),
+        )
+        return Changes(tuple(create), *_rest(changes))
+
+    def _known(self, workload: Workload) -> bool:
+        """Return whether all flavors of a Workload are known, as far as it has any."""
+        return all(name in self._cluster.flavors for name in workload.flavors)
+
+    def _placements(self, admitted: Iterable[Workload]) -> list[PodPlace]:
+        """Return where the Pods of admitted Workloads go, and how many to each place."""
+        found: dict[str, PodPlace] = {}
+        for one in admitted:
+            before = found.get(one.placement)
+            if before is not None:
+                nodes = before.nodes + one.nodes
+                found[one.placement] = before.model_copy(update={"nodes": nodes})
+                continue
+            flavors = [self._cluster.flavors[name] for name in one.flavors]
+            found[one.placement] = PodPlace(
+                name=one.placement,
+                nodes=one.nodes,
+                node_selector={k: v for flavor in flavors for k, v in flavor.labels.items()},
+                tolerations=[toleration for f in flavors for toleration in f.tolerations],
+            )
+        return [found[name] for name in sorted(found)]
+
+    def _released(self, unwanted: Iterable[Workload], allocation: NodeAllocation | None) -> Changes:
+        """Return the change of the allocation, and the Workloads that can be deleted now.
+
+        A Workload without quota can be deleted at once, one with quota when all Pods fit into the
+        others.
+
+        Args:
+            unwanted: Workloads that the job does not want any more.
+            allocation: the allocation to write; None if it stays.
+        """
+        quota = Counter[str]()
+        for one in self._own:
+            if one.reserved:
+                quota[one.placement] += one.nodes
+        unplaced = sum(n for place, n in self._held.items() if place not in quota)
+        granted = allocation or self._granted
+        recent = granted is not None and 0 <= self._now - granted.since < SEEN_S
+        delete, waits = [], False
+        for one in sorted(unwanted, key=lambda w: w.step, reverse=True):
+            if one.leaving:
+                continue
+            if not one.reserved:
+                delete.append(one)
+                continue
+            here = quota[one.placement] - one.nodes
+            fits = self._held[one.placement] + unplaced <= here
+            fits &= self._pods <= quota.total() - one.nodes
+            if fits and not (recent and self._pods):
+                quota[one.placement] = here
+                delete.append(one)
+            else:
+                waits = True
+        return Changes((), tuple(delete), allocation, waits)
+
+    def _hold(self, why: str, *, keep: bool = False) -> NodeAllocation | None:
+        """Return the allocation of a job that may not have nodes now; None if it has that already.
+
+        Args:
+            why: the reason.
+            keep: leave the nodes to a job that has some, and change only the reason.
+        """
+        if keep and self._granted is not None and self._granted.nodes:
+            changed = self._granted.model_copy(update={"reason": why})
+            return changed if changed != self._granted else None
+        return self._grant(0, f"held back: {why}")
+
+    def _grant(
+        self, nodes: int, why: str, placements: Sequence[PodPlace] = ()
+    ) -> NodeAllocation | None:
+        """Return an allocation; None if the job has it already.
+
+        Args:
+            nodes: number of nodes.
+            why: the reason.
+            placements: where the Pods go.
+        """
+        old = self._granted
+        places = list(placements)
+        same = old is not None and (old.nodes, old.placements) == (nodes, places)
+        since = old.since if same and old is not None else self._now
+        made = NodeAllocation(nodes=nodes, reason=why, since=since, placements=places)
+        return None if made == old else made
+
+
+def _rest(changes: Changes) -> tuple[tuple[Workload, ...], NodeAllocation | None, bool]:
+    """Return all but the Workloads to create."""
+    return changes.delete, changes.allocation, changes.waits
+
+
+def _workload(job: ElasticJob, obj: Obj, queue: str, step: int, demand: Demand, nodes: int) -> Obj:
+    """Return a Workload to create.
+
+    Args:
+        job: the job.
+        obj: its object.
+        queue: name of the LocalQueue.
+        step: 0 for the base, else the number of the step.
+        demand: what the job asks for.
+        nodes: number of Pods.
+    """
+    meta, template = obj["metadata"], job.worker.template["spec"]
+    # Steps of the same number compete, so jobs of one priority get about equal numbers of steps.
+    priority = demand.priority + (STEP_PRIORITY - step if step else 0)
+    spec = {name: template[name] for name in OF_POD if name in template}
+    for group in ("containers", "initContainers"):
+        some = [{k: c[k] for k in OF_CONTAINER if k in c} for c in template.get(group) or ()]
+        spec |= {group: some} if some else {}
+    asked: Obj = {
+        "queueName": queue,
+        "priority": max(-(2**31), min(priority, 2**31 - 1)),
+        "podSets": [
+            {
+                "name": POD_SET,
+                "count": nodes,
+                "template": {"metadata": {}, "spec": spec | {"restartPolicy": "Never"}},
+            }
+        ],
+    }
+    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+    return {
+        "metadata": {
+            "name": f"elasticjob-{meta['name']}-{meta['uid'][:8]}-{step}",
+            "namespace": meta["namespace"],
+            "annotations": {NOTE_STEP: str(step), NOTE_REQUEST: digest},
+            "labels": {names.LABEL_APP: names.APP, names.LABEL_JOB: meta["name"]},
+            "ownerReferences": [names.owner(meta["name"], meta["uid"])],
+        },
+        "spec": asked,
+    }
+
+
+def _request(workload: Obj) -> str:
+    """Return the digest of what a Workload asks for."""
+    return str(workload["metadata"]["annotations"][NOTE_REQUEST])

@@ -1,0 +1,451 @@
+"""Jobs in a Kueue queue: quota covers the Pods, steps come and go, and no base is lost for a step.
+
+Kueue, the master and the kubelets are simulated: each acts when the test says so. The real objects
+are in tests/contracts/test_kueue.py.
+"""
+
+import copy
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dlrover_operator import kueue
+from dlrover_operator.allotment import takes_part
+from dlrover_operator.kueue import Changes, Cluster, Flavor, QueuedPod, Workload, decide
+from dlrover_py.protocol import names
+from dlrover_py.protocol.job import ElasticJob
+from tests.builders import job_file
+
+Obj = dict[str, Any]
+NOW = 1.8e9
+FLAVORS = {
+    "stable": Flavor({"pool": "stable"}, ()),
+    "spot": Flavor({"pool": "spot"}, ({"key": "spot", "operator": "Exists"},)),
+}
+CLUSTER = Cluster(frozenset({("default", "team")}), FLAVORS)
+
+
+def job(most: int = 4, least: int = 2, queue: str = "team", **worker: Any) -> Obj:
+    document = job_file(most, minReplicas=least, **worker)
+    labels = {names.LABEL_QUEUE: queue} if queue else {}
+    document["metadata"] = {"name": "x", "namespace": "default", "uid": "u-x", "labels": labels}
+    return document
+
+
+@dataclass
+class World:
+    """One job, Kueue, a master and Pods."""
+
+    job: Obj
+    cluster: Cluster = CLUSTER
+    workloads: dict[str, Workload] = field(default_factory=dict)
+    objects: dict[str, Obj] = field(default_factory=dict)
+    read: Obj | None = None
+    """The allocation that the master has read last."""
+    wanted: int = 0
+    """Number of nodes that the master wants."""
+    pods: list[str] = field(default_factory=list)
+    """Placement of each Pod that holds resources."""
+    now: float = NOW
+    created: int = 0
+
+    def operate(self) -> Changes:
+        """Decide once, and carry it out."""
+        views = [QueuedPod("u-x", place, True) for place in self.pods]
+        changes = decide(self.job, self.workloads.values(), views, self.cluster, self.now)
+        if changes.allocation is not None:
+            written = changes.allocation.model_dump(by_alias=True)
+            self.job.setdefault("status", {})["allocation"] = written
+        for one in changes.delete:
+            del self.workloads[one.name]
+        for obj in changes.create:
+            self.created += 1
+            name = obj["metadata"]["name"]
+            assert name not in self.workloads
+            meta = obj["metadata"] | {"uid": f"w{self.created}"}
+            self.objects[name] = obj | {"metadata": meta}
+            self.workloads[name] = Workload.of(self.objects[name])
+        return changes
+
+    def admit(self, step: int, *flavors: str) -> None:
+        name = f"elasticjob-x-u-x-{step}"
+        one = self.workloads[name]
+        given = tuple(sorted(flavors or ("stable",)))
+        self.workloads[name] = replace(one, reserved=True, admitted=True, flavors=given)
+
+    def evict(self, step: int) -> None:
+        name = f"elasticjob-x-u-x-{step}"
+        one = self.workloads[name]
+        self.workloads[name] = replace(one, admitted=False, evicted=True, why="Preempted")
+
+    def master(self) -> None:
+        """Have the master read the allocation."""
+        found = ElasticJob.read(self.job)
+        self.read = self.job.get("status", {}).get("allocation")
+        may = 0 if found.rests or found.allocation is None else found.allocation.nodes
+        self.wanted = min(found.worker.replicas, may)
+
+    def publish(self) -> None:
+        """Have the master report how many nodes it wants."""
+        training = {"phase": "Running" if self.wanted else "Suspended", "desired": self.wanted}
+        self.job.setdefault("status", {})["training"] = training
+
+    def want(self) -> int:
+        worker = self.job["spec"]["replicaSpecs"]["worker"]
+        return self.wanted + worker.get("standbyReplicas", 0) if self.wanted else 0
+
+    def create_pod(self) -> None:
+        """Have the master create a Pod where there is room."""
+        places = {p["name"]: p["nodes"] for p in (self.read or {}).get("placements", ())}
+        have = Counter(self.pods)
+        room = [name for name, nodes in places.items() if have[name] < nodes]
+        if len(self.pods) < self.want() and room:
+            self.pods.append(room[0])
+
+    def end_pod(self) -> None:
+        """Have a Pod end that has no place any more, or is one too many."""
+        places = {p["name"]: p["nodes"] for p in (self.read or {}).get("placements", ())}
+        have = Counter(self.pods)
+        over = [p for p in self.pods if have[p] > places.get(p, 0)]
+        if over or len(self.pods) > self.want():
+            self.pods.remove(over[0] if over else self.pods[-1])
+
+    def be_silent(self) -> None:
+        """Have time pass while the master hears nothing; what it wants was reported."""
+        self.publish()
+        self.now += kueue.SEEN_S
+
+    def pass_time(self) -> None:
+        self.master()
+        self.publish()
+        self.now += kueue.SEEN_S
+
+    def settle(self) -> None:
+        for _ in range(12):
+            self.operate()
+            self.pass_time()
+            for _ in range(8):
+                self.create_pod()
+                self.end_pod()
+
+    def quota(self) -> Counter[str]:
+        found = Counter[str]()
+        for one in self.workloads.values():
+            if one.reserved:
+                found[one.placement] += one.nodes
+        return found
+
+    @property
+    def nodes(self) -> int:
+        return int((self.job.get("status", {}).get("allocation") or {}).get("nodes", -1))
+
+    @property
+    def reason(self) -> str:
+        return str((self.job.get("status", {}).get("allocation") or {}).get("reason", ""))
+
+    def steps(self) -> list[int]:
+        return sorted(one.step for one in self.workloads.values())
+
+
+def running(most: int = 4, least: int = 2, **worker: Any) -> World:
+    """Return a job that has all its nodes."""
+    world = World(job(most, least, **worker))
+    world.settle()
+    world.admit(0)
+    world.settle()
+    for step in world.steps()[1:]:
+        world.admit(step)
+    world.settle()
+    return world
+
+
+def test_the_base_comes_first_and_steps_follow_with_a_lower_priority() -> None:
+    world = World(job(most=6, nodeUnit=2, standbyReplicas=1, priority="7"))
+    world.settle()
+    assert (world.steps(), world.nodes) == ([0], 0)
+    assert world.reason == "held back: waits in the queue team: Kueue has not admitted it yet"
+    base = world.objects["elasticjob-x-u-x-0"]["spec"]
+    assert (base["queueName"], base["priority"], base["podSets"][0]["count"]) == ("team", 7, 3)
+    world.admit(0, "stable")
+    world.settle()
+    assert (world.steps(), world.nodes, len(world.pods)) == ([0, 1, 2], 2, 3)
+    asked = [world.objects[f"elasticjob-x-u-x-{n}"]["spec"] for n in (1, 2)]
+    assert [a["podSets"][0]["count"] for a in asked] == [2, 2]
+    assert base["priority"] > asked[0]["priority"] > asked[1]["priority"]
+    world.admit(2, "spot")
+    world.settle()
+    places = world.job["status"]["allocation"]["placements"]
+    assert world.nodes == 4
+    assert Counter(world.pods) == {"stable": 3, "spot": 2}
+    assert [p["nodeSelector"] for p in places] == [{"pool": "spot"}, {"pool": "stable"}]
+    assert places[0]["tolerations"] == [{"key": "spot", "operator": "Exists"}]
+    assert world.reason == "the queue team has admitted 4 nodes; 2 more nodes wait for quota"
+
+
+def test_a_step_that_is_evicted_costs_its_nodes_and_keeps_its_quota_until_they_are_gone() -> None:
+    world = running()
+    assert (world.nodes, len(world.pods)) == (4, 4)
+    world.evict(1)
+    assert world.operate().delete == ()
+    assert world.nodes == 3
+    world.pass_time()
+    assert world.operate().delete == (), "a Pod still holds what was evicted"
+    world.end_pod()
+    assert [one.step for one in world.operate().delete] == [1]
+    world.settle()
+    assert (world.nodes, len(world.pods)) == (3, 3)
+    assert len(world.steps()) == 3, "the step waits in the queue again"
+
+
+def test_quota_is_kept_until_the_master_has_read_the_smaller_number() -> None:
+    world = running()
+    world.pods.pop()  # lost, and about to be replaced
+    world.evict(1)
+    changes = world.operate()
+    assert changes.delete == ()
+    assert changes.waits
+    world.be_silent()
+    assert world.operate().delete == (), "the master still wants four"
+    world.pass_time()
+    assert [one.step for one in world.operate().delete] == [1]
+
+
+def test_quota_is_kept_while_the_master_may_act_on_a_larger_number_that_it_has_read() -> None:
+    world = running()
+    world.evict(2)
+    world.settle()
+    (waiting,) = [one.step for one in world.workloads.values() if not one.reserved]
+    world.admit(waiting)
+    world.operate()
+    world.master()  # wants four, and has reported three
+    world.evict(waiting)
+    assert world.operate().delete == ()
+    world.create_pod()
+    assert len(world.pods) == 4
+
+
+def test_a_base_that_is_evicted_suspends_the_job_and_waits_again() -> None:
+    world = running()
+    before = set(world.workloads.values())
+    world.evict(0)
+    world.operate()
+    assert world.nodes == 0
+    assert "Preempted" in world.reason
+    assert not world.operate().delete
+    world.settle()
+    assert (world.pods, world.steps()) == ([], [0])
+    assert not set(world.workloads.values()) & before
+    world.admit(0)
+    world.settle()
+    assert world.nodes == 2
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_job_that_is_suspended_or_ends_gives_its_quota_back_once_its_pods_are_gone(
+    ended: bool,
+) -> None:
+    world = running()
+    if ended:
+        world.job["status"]["training"] = {"phase": "Succeeded"}
+    else:
+        world.job["spec"]["suspend"] = True
+    world.now += 60
+    world.operate()
+    assert len(world.workloads) == 3
+    world.pods.clear()
+    world.job["status"]["training"] = {"phase": "Succeeded" if ended else "Suspended"}
+    world.now += 60
+    world.operate()
+    assert world.workloads == {}
+    assert world.operate() == Changes()
+
+
+def test_fewer_replicas_give_back_steps_that_wait_first() -> None:
+    world = running(most=6)
+    world.evict(2)
+    world.settle()
+    waiting = {one.step for one in world.workloads.values() if not one.reserved}
+    assert len(waiting) == 1
+    world.job["spec"]["replicaSpecs"]["worker"]["replicas"] = 5
+    world.operate()
+    assert world.nodes == 5
+    assert not any(one.step in waiting for one in world.workloads.values())
+
+
+@pytest.mark.parametrize(
+    ("cluster", "changes", "words"),
+    [
+        (Cluster(missing="Kueue: the API is not served"), {}, "Kueue: the API is not served"),
+        (CLUSTER, {"labels": {names.LABEL_QUEUE: "taem"}}, "there is no LocalQueue taem in the"),
+        (CLUSTER, {"template": True}, "two owners of quota"),
+    ],
+)
+def test_what_is_missing_is_said_and_nothing_is_asked_for(
+    cluster: Cluster, changes: Obj, words: str
+) -> None:
+    world = World(job(), cluster)
+    if changes.pop("template", False):
+        template = world.job["spec"]["replicaSpecs"]["worker"]["template"]
+        template["metadata"] = {"labels": {names.LABEL_QUEUE: "team"}}
+    world.job["metadata"] |= changes
+    world.settle()
+    assert (world.workloads, world.nodes) == ({}, 0)
+    assert words in world.reason
+
+
+def test_a_job_keeps_its_nodes_while_kueue_is_away() -> None:
+    world = running()
+    before = dict(world.workloads)
+    world.cluster = Cluster(missing="Kueue: away")
+    world.settle()
+    assert (world.workloads, world.nodes, world.reason) == (before, 4, "Kueue: away")
+    world.cluster = CLUSTER
+    world.settle()
+    assert world.reason == "the queue team has admitted 4 nodes"
+
+
+def test_a_flavor_that_is_not_known_yet_starts_no_job_and_ends_none() -> None:
+    world = World(job(), replace(CLUSTER, flavors={}))
+    world.settle()
+    world.admit(0)
+    world.settle()
+    assert world.reason == "held back: there is no ResourceFlavor of the name stable"
+    world.cluster = CLUSTER
+    world.settle()
+    assert world.nodes == 2
+    world.cluster = replace(CLUSTER, flavors={})
+    world.settle()
+    assert (world.nodes, len(world.pods)) == (2, 2)
+
+
+@pytest.mark.parametrize(("label", "words"), [("other", "the queue other"), ("", "no queue")])
+def test_a_label_that_changes_takes_effect_at_the_next_start(label: str, words: str) -> None:
+    world = running()
+    world.cluster = replace(CLUSTER, queues=CLUSTER.queues | {("default", "other")})
+    world.job["metadata"]["labels"] = {names.LABEL_QUEUE: label} if label else {}
+    world.settle()
+    assert world.nodes == 4
+    assert f"the label now names {words}: suspend and resume" in world.reason
+    world.job["spec"]["suspend"] = True
+    world.settle()
+    assert world.workloads == {}
+    world.job["spec"]["suspend"] = False
+    world.settle()
+    queues = {one.queue for one in world.workloads.values()}
+    assert queues == ({"other"} if label else set())
+
+
+def test_a_job_that_runs_and_is_put_into_a_queue_waits_there() -> None:
+    world = World(job())
+    world.job["status"] = {"training": {"phase": "Running", "desired": 4}}
+    world.wanted = 4
+    world.pods = [""] * 4
+    world.operate()
+    assert (world.nodes, world.workloads) == (0, {})
+    world.settle()
+    assert world.steps() == [0]
+
+
+def test_a_request_that_changes_while_it_waits_is_made_again() -> None:
+    world = World(job())
+    world.settle()
+    worker = world.job["spec"]["replicaSpecs"]["worker"]
+    worker["template"]["spec"]["containers"][0]["resources"] = {"requests": {"cpu": "2"}}
+    world.settle()
+    sent = world.objects["elasticjob-x-u-x-0"]["spec"]["podSets"][0]["template"]["spec"]
+    assert sent["containers"] == [{"name": "main", "resources": {"requests": {"cpu": "2"}}}]
+    assert world.created == 2
+
+
+def test_no_job_has_two_managers() -> None:
+    assert not takes_part(job())
+    assert takes_part(job(queue=""))
+    foreign = job()
+    foreign["spec"]["managedBy"] = "kueue.x-k8s.io/multikueue"
+    assert decide(foreign, (), (), CLUSTER, NOW) == Changes()
+
+
+def test_flavors_of_several_resources_are_one_place_with_a_short_name() -> None:
+    both = Workload("w", "u", "o", 0, 1, "q", "r", flavors=("a" * 40, "b" * 40))
+    assert len(both.placement) == 63
+    assert both.placement != replace(both, flavors=("a" * 40, "c" * 40)).placement
+
+
+ACTIONS = st.lists(
+    st.sampled_from(
+        [
+            *("operate", "read", "time", "create", "end", "lose", "admit", "spot", "evict"),
+            *("more", "fewer", "suspend", "resume", "publish", "silence"),
+        ]
+    ),
+    min_size=20,
+    max_size=80,
+)
+
+
+@settings(deadline=None)
+@given(ACTIONS, st.integers(1, 2), st.integers(0, 1), st.randoms(use_true_random=False))
+def test_quota_always_covers_the_pods(
+    acts: list[str], unit: int, standbys: int, random: Any
+) -> None:
+    world = World(job(most=3 * unit, least=unit, nodeUnit=unit, standbyReplicas=standbys))
+    for flavors in (("stable",), ("spot", "stable"), ()):
+        world.settle()
+        waiting = [one.step for one in world.workloads.values() if not one.reserved]
+        for step, flavor in zip(waiting, flavors, strict=False):
+            world.admit(step, flavor)
+    for act in acts:
+        pick = [w for w in world.workloads.values() if not w.reserved]
+        held = [w for w in world.workloads.values() if w.admitted]
+        worker = world.job["spec"]["replicaSpecs"]["worker"]
+        match act:
+            case "operate":
+                world.operate()
+            case "read":
+                world.master()
+            case "publish":
+                world.publish()
+            case "silence":
+                world.be_silent()
+            case "time":
+                world.pass_time()
+            case "create":
+                world.create_pod()
+            case "end":
+                world.end_pod()
+            case "lose" if world.pods:
+                world.pods.remove(random.choice(world.pods))
+            case "admit" | "spot" if pick:
+                flavor = "stable" if act == "admit" else "spot"
+                world.admit(random.choice(pick).step, flavor)
+            case "evict" if held:
+                one = random.choice(held)
+                world.evict(one.step)
+                world.operate()
+                base = any(w.step == 0 and w.admitted for w in world.workloads.values())
+                rests = not base or world.job["spec"].get("suspend")
+                assert rests or world.nodes >= unit, "a step cost the whole job"
+            case "more":
+                worker["replicas"] = 4 * unit
+            case "fewer":
+                worker["replicas"] = 2 * unit
+            case "suspend" | "resume":
+                world.job["spec"]["suspend"] = act == "suspend"
+        quota, pods = world.quota(), Counter(world.pods)
+        assert all(pods[place] <= quota[place] for place in pods), (act, pods, quota)
+    world.job["spec"]["suspend"] = False
+    for _ in range(5):
+        world.settle()
+        for one in list(world.workloads.values()):
+            if not one.reserved:
+                world.admit(one.step)
+    worker = world.job["spec"]["replicaSpecs"]["worker"]
+    assert world.nodes == worker["replicas"]
+    assert world.operate() == Changes()
+    assert sum(world.quota().values()) == worker["replicas"] + standbys == len(world.pods)
+    again = copy.deepcopy(world)
+    assert again.operate() == Changes(), "a new operator decides the same"
