@@ -49,6 +49,7 @@ from dlrover_py.protocol import (
     job,
     lease,
     local,
+    log_rules,
     manifest,
     names,
     persister,
@@ -808,6 +809,7 @@ WIRES: tuple[Wire, ...] = (
 ELSEWHERE: Mapping[ModuleType, str] = {
     autoscale: "[ElasticJob](elasticjob.md#what-you-write-spec)",
     job: "[ElasticJob](elasticjob.md#what-you-write-spec)",
+    log_rules: "[ElasticJob](elasticjob.md#what-you-write-spec)",
     status: "[ElasticJob](elasticjob.md#what-is-reported-status)",
     reasons: "[Conditions](conditions.md), [Events](events.md)",
     refusals: "[Conditions](conditions.md)",

@@ -33,6 +33,7 @@ from dlrover_py.protocol.agents import (
     Directive,
     FailureKind,
     LoaderState,
+    LogFinding,
     MemoryCheckpoint,
     NodeLoad,
     Offer,
@@ -168,6 +169,7 @@ class SimAgent:
     """State of its script's data loader; None if it has none."""
     auto_tune: bool = False
     wrong: list[WrongValue] = field(default_factory=list)
+    log_findings: list[LogFinding] = field(default_factory=list)
     """Wrong values that its workers have."""
     load: NodeLoad | None = None
     """What its node lacks."""
@@ -224,6 +226,7 @@ class SimAgent:
             loader=self.loader,
             auto_tune=self.auto_tune,
             wrong=self.wrong,
+            log_findings=self.log_findings,
             load=self.load,
             checks=self.checks,
             check=self.check,

@@ -458,6 +458,19 @@ class NodeLoad(Wire):
     """The same for memory."""
 
 
+class LogFinding(Wire):
+    """A log rule that applies to workers of a node, or one that cannot be used there."""
+
+    rule: Annotated[str, StringConstraints(max_length=63)]
+    """Name of the rule; empty for all rules."""
+    verdict: Annotated[str, StringConstraints(max_length=8)]
+    """``HANG``, ``SLOW`` or ``FAULT``; ``UNUSED`` for a rule that cannot be used."""
+    ranks: list[Count] = Field(default_factory=list, max_length=64)
+    """The ranks to which it applies, at most 64 of them."""
+    said: Annotated[str, StringConstraints(max_length=512), cut(512)]
+    """What was found at the first of these ranks, in words."""
+
+
 class AgentReport(Wire):
     """The complete state of a node. Each report has all of it."""
 
@@ -551,6 +564,8 @@ class AgentReport(Wire):
     one."""
     wrong: list[WrongValue] = Field(default_factory=list, max_length=64)
     """Wrong values of the workers of round ``follows``, as long as they last."""
+    log_findings: list[LogFinding] = Field(default_factory=list, max_length=64)
+    """The log rules that apply to workers of round ``follows``, as long as they apply."""
     nested: Words = ""
     """What a second launcher below the workers has started as a world of its own; empty if there is
     none."""
@@ -682,6 +697,8 @@ class Assignment(Wire):
     (``/v1/recipe``); empty if it has none."""
     checkpoint: Annotated[str, StringConstraints(max_length=16384)] = ""
     """The job's ``checkpoint:`` as JSON, for the workers; empty if it has none."""
+    log_rules: Annotated[str, StringConstraints(max_length=65536)] = ""
+    """The job's ``diagnosis.logRules`` as JSON, for the agent; empty if it has none."""
     loader: LoaderSettings | None = None
     """The settings of the workers' data loaders; None if none were ever changed."""
     peer: ReplicationPeer | None = None

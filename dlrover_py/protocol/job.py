@@ -41,6 +41,7 @@ from dlrover_py.protocol.commands import (
     remarks,
 )
 from dlrover_py.protocol.errors import ConfigError, UnsupportedError, did_you_mean, shown
+from dlrover_py.protocol.log_rules import MAX_RULES, LogRule, rule_problems
 from dlrover_py.protocol.names import API_VERSION, KIND, MAIN_CONTAINER
 from dlrover_py.protocol.sdk import MAX_LOADER_WORKERS, MAX_MICRO_BATCH
 from dlrover_py.protocol.template import (
@@ -516,6 +517,9 @@ class DiagnosisSpec(_Strict):
     silent_seconds: Annotated[int, Field(ge=1, le=86_400)] | None = None
     """For scripts that report no steps: seconds without CPU time of any worker after which a hang
     is suspected. If absent, no hang is suspected there."""
+    log_rules: Annotated[list[LogRule], Field(max_length=MAX_RULES)] = Field(default_factory=list)
+    """Rules for the lines that workers print, for scripts that only print. A change applies from
+    the next round on."""
     snapshot: RequestText | None = None
     """Any text that was not here before, such as the time, requests a snapshot of all ranks:
     ``dlrover job stacks`` sets it."""
@@ -720,6 +724,9 @@ class ElasticJob(_Strict):
         problems = job.worker.problems()
         if problems:
             raise ConfigError("\n".join(f"spec.replicaSpecs.worker: {p}" for p in problems))
+        problems = rule_problems(job.spec.diagnosis.log_rules)
+        if problems:
+            raise ConfigError("\n".join(f"spec.diagnosis.logRules: {p}" for p in problems))
         job.worker.main_container()
         return job
 

@@ -413,6 +413,10 @@ class TransientState:
     """Why the job stands still; empty if it does not any more, None if it never did."""
     wrong: str | None = None
     """Which values are wrong; empty if none are any more, None if none ever were."""
+    log_rule: str | None = None
+    """Which log rules apply; empty if none do any more, None if none ever did."""
+    log_hang: tuple[str, float] | None = None
+    """What a log rule has found whose verdict is a hang, and since when; None if none applies."""
     slow: str | None = None
     """Why steps are slow; empty if they are not any more, None if they never were."""
     checkpoint_policy: str = ""
