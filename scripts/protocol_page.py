@@ -46,6 +46,7 @@ from dlrover_py.protocol import (
     data_ledger,
     diagnosis,
     errors,
+    hosts,
     job,
     lease,
     local,
@@ -808,6 +809,7 @@ WIRES: tuple[Wire, ...] = (
 
 ELSEWHERE: Mapping[ModuleType, str] = {
     autoscale: "[ElasticJob](elasticjob.md#what-you-write-spec)",
+    hosts: "[ElasticJob](elasticjob.md#what-is-reported-status)",
     job: "[ElasticJob](elasticjob.md#what-you-write-spec)",
     log_rules: "[ElasticJob](elasticjob.md#what-you-write-spec)",
     status: "[ElasticJob](elasticjob.md#what-is-reported-status)",

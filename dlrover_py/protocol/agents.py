@@ -234,7 +234,8 @@ class Progress(StatusMessage):
     spent: Spent = Field(default_factory=dict)
     """Seconds that workers have spent in this round, of each the greatest: ``data`` waiting for
     data, ``save`` and ``load`` for checkpoints, ``gc`` in Python's garbage collector, ``cpu`` of
-    their CPUs. ``run`` is the time from the first reported step to the newest one."""
+    their CPUs. ``run`` is the time from the first reported step to the newest one. ``saves`` is
+    the number of saves, and no time."""
 
 
 class WrongKind(StrEnum):

@@ -41,6 +41,7 @@ from dlrover_py.protocol.commands import (
     remarks,
 )
 from dlrover_py.protocol.errors import ConfigError, UnsupportedError, did_you_mean, shown
+from dlrover_py.protocol.hosts import BadHosts
 from dlrover_py.protocol.log_rules import MAX_RULES, LogRule, rule_problems
 from dlrover_py.protocol.names import API_VERSION, KIND, MAIN_CONTAINER
 from dlrover_py.protocol.sdk import MAX_LOADER_WORKERS, MAX_MICRO_BATCH
@@ -628,6 +629,9 @@ class ElasticJob(_Strict):
     """Name of the job and similar data."""
     spec: JobSpec
     """The desired job."""
+    bad_hosts: BadHosts | None = None
+    """Hosts that have failed in several jobs of the cluster. No file has it: on Kubernetes it is
+    ``status.badHosts``."""
     allocation: NodeAllocation | None = None
     """What the job may have of a shared cluster; None if nothing limits it. No file has it: on
     Kubernetes it is ``status.allocation``."""
@@ -656,6 +660,8 @@ class ElasticJob(_Strict):
             raise ConfigError(f"kind: found {kind}: expected {KIND}; {_instead_of(kind)}")
         if "allocation" in document:
             raise ConfigError("allocation: unknown field; the allocator of the cluster writes it")
+        if "badHosts" in document:
+            raise ConfigError("badHosts: unknown field; the operator of the cluster writes it")
         job = cls._checked(document, "forbid")
         wrong = [fault for fault in job.template_faults() if not fault.unknown]
         wrong = wrong or list(
@@ -676,8 +682,8 @@ class ElasticJob(_Strict):
             UnsupportedError: the kind of training is not supported yet.
             ConfigError: the object cannot be used; the message has one line for each fault.
         """
-        granted = cls.allocation_in(obj)
-        return cls._checked(obj if granted is None else obj | {"allocation": granted}, "ignore")
+        of_user = {k: v for k, v in obj.items() if k not in ("allocation", "badHosts")}
+        return cls._checked(of_user, "ignore").with_status_of(obj)
 
     @staticmethod
     def allocation_in(obj: dict[str, Any]) -> NodeAllocation | None:
@@ -686,6 +692,15 @@ class ElasticJob(_Strict):
             return NodeAllocation.model_validate(_mapping(obj.get("status")).get("allocation"))
         except ValidationError:
             return None
+
+    def with_status_of(self, obj: dict[str, Any]) -> Self:
+        """Return this job with the allocation and the bad hosts in the status of an object."""
+        try:
+            bad = BadHosts.model_validate(_mapping(obj.get("status")).get("badHosts"))
+        except ValidationError:
+            bad = None
+        job = self.allocated(self.allocation_in(obj))
+        return job.model_copy(update={"bad_hosts": bad})
 
     def allocated(self, allocation: NodeAllocation | None) -> Self:
         """Return this job with another allocation. The generation stays: the spec is the same."""

@@ -459,6 +459,10 @@ class EventReason(StrEnum):
     """The job has decided to have more nodes (``autoscale``). The message says what is gained."""
     SCALED_DOWN = "ScaledDown"
     """The job has decided to have fewer nodes (``autoscale``). The message says why."""
+    BAD_HOSTS = "BadHosts"
+    """Warning: Hosts have failed in several jobs. The message says which, how, and whether new
+    nodes avoid them. Without a warning: there are no such hosts any more. See
+    [diagnosis](../diagnosis.md#bad-hosts)."""
     NODES_ALLOCATED = "NodesAllocated"
     """The allocator of the cluster has changed how many nodes the job may have. The message says
     why."""

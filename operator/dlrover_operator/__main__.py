@@ -70,7 +70,13 @@ async def _run(settings: Settings) -> None:
     raise_file_limit()
     pages = health.listen(settings.health)
     async with await KubeClient.connect() as api:
-        operator = Operator(api, settings.masters, settings.namespaces, shared=settings.shared)
+        operator = Operator(
+            api,
+            settings.masters,
+            settings.namespaces,
+            shared=settings.shared,
+            bad_hosts=settings.bad_hosts,
+        )
         serving = server(health.app(operator))
         port = pages.getsockname()[1]
         where = ",".join(settings.namespaces) or "everywhere"

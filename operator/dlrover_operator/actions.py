@@ -5,6 +5,7 @@ from typing import Literal
 
 from dlrover_operator.observed import Obj
 from dlrover_py.protocol.autoscale import NodeAllocation
+from dlrover_py.protocol.hosts import BadHosts
 from dlrover_py.protocol.job import ElasticJob
 
 What = Literal[
@@ -88,6 +89,13 @@ class Allot:
 
 
 @dataclass(frozen=True, slots=True)
+class TellOfHosts:
+    """Write which hosts have failed in several jobs; None: there are none any more."""
+
+    bad_hosts: BadHosts | None
+
+
+@dataclass(frozen=True, slots=True)
 class SetStatus:
     """Write the operator's complete part of the status."""
 
@@ -114,6 +122,7 @@ Action = (
     | DeletePods
     | DeleteJob
     | Allot
+    | TellOfHosts
     | SetStatus
     | RecordEvent
 )

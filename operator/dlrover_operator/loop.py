@@ -10,14 +10,14 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.metrics_core import GaugeMetricFamily
 
-from dlrover_operator import actions, allotment, credentials, manifests, plan
+from dlrover_operator import actions, allotment, credentials, host_watch, manifests, plan
 from dlrover_operator.allotment import Key, SharedHosts
 from dlrover_operator.manifests import Options
 from dlrover_operator.observed import (
@@ -46,6 +46,8 @@ from dlrover_py.protocol.status import rfc3339, unix_seconds
 
 log = logging.getLogger("operator")
 
+HOSTS: Key = ("", "hosts")
+"""Key in the queue for the decision which hosts are bad."""
 ALLOT: Key = ("", "")
 """Key in the queue for the decision how many nodes each job may have."""
 WORKERS = 8
@@ -124,6 +126,7 @@ class Operator:
         namespaces: tuple[str, ...] = (),
         *,
         shared: SharedHosts | None = None,
+        bad_hosts: host_watch.Mode = "off",
         registry: CollectorRegistry | None = None,
         timing: OperatorTiming | None = None,
     ) -> None:
@@ -134,10 +137,11 @@ class Operator:
             options: settings for all masters.
             namespaces: namespaces whose jobs are managed; empty: all namespaces.
             shared: hosts that the jobs share; None: each job takes what it finds.
+            bad_hosts: what follows if hosts fail in several jobs.
             registry: registry of the metrics; None: a new one.
             timing: times of the operator; None: the defaults.
         """
-        self._api, self._options = api, options
+        self._api, self._options, self._bad_hosts = api, options, bad_hosts
         self._timing = timing or OperatorTiming()
         self._scopes = namespaces or ("",)
         self.registry = registry or CollectorRegistry()
@@ -351,8 +355,8 @@ class Operator:
             action was refused; ``retry`` after an error that may pass, or if the status could not
             be written; otherwise ``done``, or ``unchanged`` if the plan was empty.
         """
-        if key == ALLOT:
-            return await self._allot()
+        if key in (ALLOT, HOSTS):
+            return await (self._allot() if key == ALLOT else self._tell_of_hosts())
         seen = self._observed(key)
         if seen is None:
             self._failures.pop(key, None)
@@ -412,6 +416,15 @@ class Operator:
         """Decide soon how many nodes each job may have, if nodes are allotted at all."""
         if self._sharing is not None:
             self._queue.add_after(ALLOT, self._timing.allot_after_s)
+        self._queue.add_after(HOSTS, self._timing.hosts_after_s)
+
+    async def _tell_of_hosts(self) -> str:
+        """Tell jobs of hosts that have failed in several jobs; return the result for metrics."""
+        jobs = {key: named[key[1]].view for key, named in self._cache[JOBS].items()}
+        writes = host_watch.decide(jobs.values(), self._bad_hosts, self._api.wall())
+        return await self._write_all(
+            HOSTS, jobs, {key: actions.TellOfHosts(bad) for key, bad in writes.items()}
+        )
 
     async def _allot(self) -> str:
         """Write how many nodes each job may have; return the result for the metrics.
@@ -424,16 +437,30 @@ class Operator:
         now = self._api.wall()
         jobs = {key: named[key[1]].view for key, named in self._cache[JOBS].items()}
         writes = self._sharing.writes(jobs.values(), now)
+        return await self._write_all(
+            ALLOT, jobs, {key: actions.Allot(allocation) for key, allocation in writes.items()}
+        )
+
+    async def _write_all(
+        self, decision: Key, jobs: Mapping[Key, Obj], writes: Mapping[Key, actions.Action]
+    ) -> str:
+        """Carry out what was decided about several jobs; return the result for the metrics.
+
+        Args:
+            decision: Key in the queue of the decision, which is made again later.
+            jobs: All ElasticJobs.
+            writes: What to do, by job. A refusal of one does not keep the others from theirs.
+        """
         failure: KubeError | None = None
-        for key, allocation in writes.items():
+        for key, action in writes.items():
             try:
-                await self._do(key, jobs[key], actions.Allot(allocation))
+                await self._do(key, jobs[key], action)
             except KubeError as error:
                 failure = error
         if failure is not None:
-            return self._retry_later(ALLOT, failure)
-        self._failures.pop(ALLOT, None)
-        self._queue.add_after(ALLOT, random_delay_s(0.8 * RESYNC_S, RESYNC_S))
+            return self._retry_later(decision, failure)
+        self._failures.pop(decision, None)
+        self._queue.add_after(decision, random_delay_s(0.8 * RESYNC_S, RESYNC_S))
         return "done" if writes else "unchanged"
 
     def _plan(self, seen: ObservedJob, now: float) -> JobPlan:
@@ -527,26 +554,28 @@ class Operator:
             case actions.DeleteJob(its):
                 await api.delete(JOBS, name, namespace, uid=its, propagation="Background")
             case actions.Allot(allocation):
-                meta = {"name": name, "namespace": namespace, "uid": uid}
                 granted = None if allocation is None else allocation.model_dump(by_alias=True)
-                there = await api.apply(
-                    JOBS,
-                    {"metadata": meta, "status": {"allocation": granted} if granted else {}},
-                    manager=names.ALLOCATOR_MANAGER,
-                    subresource="status",
-                )
+                status = {"allocation": granted} if granted else {}
+                there = await self._apply_status(key, uid, names.ALLOCATOR_MANAGER, status)
                 if granted:  # the next decision must know it, even before the watch tells
                     self._keep(JOBS, _QueueItem(key, name, _without_unused(there)))
+            case actions.TellOfHosts(bad):
+                status = {} if bad is None else {"badHosts": bad.model_dump(by_alias=True)}
+                await self._apply_status(key, uid, names.HOSTS_MANAGER, status)
             case actions.SetStatus(status):
-                meta = {"name": name, "namespace": namespace, "uid": uid}
-                await api.apply(
-                    JOBS,
-                    {"metadata": meta, "status": status},
-                    manager=names.OPERATOR_MANAGER,
-                    subresource="status",
-                )
-            case actions.RecordEvent(event_type, reason, message):
-                await self._record_event(key, job, event_type, reason, message)
+                await self._apply_status(key, uid, names.OPERATOR_MANAGER, status)
+            case actions.RecordEvent():
+                await self._record_event(key, job, action)
+
+    async def _apply_status(self, key: Key, uid: str, manager: str, status: Obj) -> Obj:
+        """Write all fields of the status that a manager owns; return the ElasticJob.
+
+        Raises:
+            KubeError: The API server refuses it, or does not answer.
+        """
+        meta = {"name": key[1], "namespace": key[0], "uid": uid}
+        obj = {"metadata": meta, "status": status}
+        return await self._api.apply(JOBS, obj, manager=manager, subresource="status")
 
     def _note_account(self, key: Key, account: Obj) -> None:
         """Record the creation time of the master's ServiceAccount.
@@ -620,9 +649,7 @@ class Operator:
             if not pod.leaving:
                 await self._api.delete(kinds.PODS, pod.name, key[0], uid=pod.uid)
 
-    async def _record_event(
-        self, key: Key, job: Obj, event_type: str, reason: str, message: str
-    ) -> None:
+    async def _record_event(self, key: Key, job: Obj, action: actions.RecordEvent) -> None:
         """Create an event whose name is derived from its contents, so that it is created once.
 
         An event that exists is left as it is. A refusal is only logged, because the condition of
@@ -631,33 +658,9 @@ class Operator:
         Args:
             key: Namespace and name of the job.
             job: The ElasticJob.
-            event_type: ``Normal`` or ``Warning``.
-            reason: A CamelCase word.
-            message: The text for people; if empty, the reason.
+            action: The event.
         """
-        meta = job["metadata"]
-        identity = "\0".join((meta["uid"], str(meta.get("generation")), reason, message))
-        now = rfc3339(self._api.wall())
-        event = {
-            "metadata": {
-                "name": f"{key[1]}.{hashlib.sha256(identity.encode()).hexdigest()[:16]}",
-                "namespace": key[0],
-            },
-            "involvedObject": {
-                "apiVersion": names.API_VERSION,
-                "kind": names.KIND,
-                "name": key[1],
-                "namespace": key[0],
-                "uid": meta["uid"],
-            },
-            "type": event_type,
-            "reason": reason,
-            "message": message or reason,
-            "count": 1,
-            "firstTimestamp": now,
-            "lastTimestamp": now,
-            "source": {"component": names.OPERATOR_MANAGER},
-        }
+        event = _event(key, job, action, rfc3339(self._api.wall()))
         try:
             await self._api.create(kinds.EVENTS, event)
         except errors.AlreadyExistsError:
@@ -724,18 +727,57 @@ class _OperatorMetrics:
 def _without_unused(obj: Obj) -> Obj:
     """Return a job without the parts that the operator does not use, to save memory.
 
-    There may be a thousand jobs in memory. Of each node only its phase is kept. The object itself
-    is not changed.
+    There may be a thousand jobs in memory. Of each node only phase and host are kept. The object
+    itself is not changed.
     """
     meta = {k: v for k, v in obj["metadata"].items() if k != "managedFields"}
     status = obj.get("status") or {}
     training = status.get("training")
     if training:
-        kept = ("phase", "generation", "endedAt", "leftOut", "nodesInRound", "desired", "speed")
+        kept = (
+            *("phase", "generation", "endedAt", "leftOut", "nodesInRound", "desired", "speed"),
+            "hostFaults",
+        )
         lean = {k: training[k] for k in kept if k in training}
-        lean["nodes"] = [{"phase": n.get("phase")} for n in training.get("nodes") or ()]
+        lean["nodes"] = [
+            {part: n[part] for part in ("phase", "host") if n.get(part)}
+            for n in training.get("nodes") or ()
+        ]
         status = status | {"training": lean}
     return obj | {"metadata": meta, "status": status}
+
+
+def _event(key: Key, job: Obj, action: actions.RecordEvent, now: str) -> Obj:
+    """Return the object of an event.
+
+    Args:
+        key: Namespace and name of the job.
+        job: The ElasticJob.
+        action: The event; without a message, its reason is the message.
+        now: Time as RFC 3339 writes it.
+    """
+    meta = job["metadata"]
+    identity = "\0".join((meta["uid"], str(meta.get("generation")), action.reason, action.message))
+    return {
+        "metadata": {
+            "name": f"{key[1]}.{hashlib.sha256(identity.encode()).hexdigest()[:16]}",
+            "namespace": key[0],
+        },
+        "involvedObject": {
+            "apiVersion": names.API_VERSION,
+            "kind": names.KIND,
+            "name": key[1],
+            "namespace": key[0],
+            "uid": meta["uid"],
+        },
+        "type": action.type,
+        "reason": action.reason,
+        "message": action.message or action.reason,
+        "count": 1,
+        "firstTimestamp": now,
+        "lastTimestamp": now,
+        "source": {"component": names.OPERATOR_MANAGER},
+    }
 
 
 def _token_of(job: Any, tls: Obj) -> Obj:

@@ -5,8 +5,10 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
+from typing import get_args
 
 from dlrover_operator.allotment import SharedHosts, quantity
+from dlrover_operator.host_watch import Mode
 from dlrover_operator.manifests import Options
 from dlrover_py.protocol import json_text
 from dlrover_py.protocol.errors import ConfigError
@@ -29,6 +31,8 @@ class Settings:
     log_level: str
     shared: SharedHosts | None = None
     """Hosts that the jobs share; None: no nodes are allotted."""
+    bad_hosts: Mode = "tell"
+    """What follows if hosts fail in several jobs."""
 
     @classmethod
     def parse(cls, argv: Sequence[str] | None = None) -> "Settings":
@@ -56,7 +60,7 @@ class Settings:
         if args.master_resources:
             options = replace(options, resources=_resources(args.master_resources))
         namespaces = tuple(dict.fromkeys(args.namespace))
-        return cls(options, namespaces, args.health, args.log_level, _shared(args))
+        return cls(options, namespaces, args.health, args.log_level, _shared(args), args.bad_hosts)
 
 
 def _resources(text: str) -> dict[str, object]:
@@ -218,6 +222,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="time for which a size is kept that was chosen for the sake of speed "
         "(default: %(default)g)",
+    )
+    p.add_argument(
+        "--bad-hosts",
+        choices=get_args(Mode),
+        default="tell",
+        help="what follows if a host fails in several jobs: nothing, a notice to all jobs, or new "
+        "nodes avoid it, too (default: %(default)s)",
     )
     p.add_argument("--log-level", default="INFO", choices=LEVELS)
     return p

@@ -24,6 +24,7 @@ import pytest
 
 from dlrover_operator import manifests
 from dlrover_operator.allotment import SharedHosts
+from dlrover_operator.host_watch import Mode
 from dlrover_operator.loop import WATCHES, Operator
 from dlrover_operator.manifests import Options
 from dlrover_operator.timing import OperatorTiming
@@ -90,8 +91,11 @@ async def operator(
     *namespaces: str,
     timing: OperatorTiming | None = None,
     shared: SharedHosts | None = None,
+    bad_hosts: Mode = "off",
 ) -> AsyncIterator[OpenOperator]:
-    made = OpenOperator(kube, OPTIONS, namespaces, timing=timing, shared=shared)
+    made = OpenOperator(
+        kube, OPTIONS, namespaces, timing=timing, shared=shared, bad_hosts=bad_hosts
+    )
     running = asyncio.create_task(made.run())
     try:
         await until(lambda: made.ready, "a ready operator")

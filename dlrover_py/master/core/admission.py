@@ -11,6 +11,7 @@ from dlrover_py.master.core.rendezvous import CandidateNode, RoundMembers, arran
 from dlrover_py.master.core.transitions import Transitions
 from dlrover_py.protocol.agents import AgentReport
 from dlrover_py.protocol.errors import ExitCode
+from dlrover_py.protocol.hosts import HostFaultKind
 from dlrover_py.protocol.names import NodeId, Round, id_key
 from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.status import JobPhase, NodePhase
@@ -260,6 +261,6 @@ class Admission:
             )
             return
         if self.live.rules.can_create:
-            self._capacity.ban_host(node)
+            self._capacity.ban_host(node, HostFaultKind.CHECK)
             self._capacity.replace(node, event)
         self._capacity.dismiss(node, reason, ExitCode.FAILED)

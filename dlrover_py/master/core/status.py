@@ -84,6 +84,7 @@ class StatusReport:
             progress=self.live.progress[1] if self.live.progress is not None else None,
             restarts=self.state.restarts,
             failures=self.state.failures,
+            host_faults=self.state.health.host_faults,
             goodput=self._goodput.status(now),
             last_failure=self.state.last_failure,
             last_checkpoint=self._last_checkpoint(wall),
