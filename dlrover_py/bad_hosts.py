@@ -7,7 +7,7 @@ A fault counts less the older it is. No single job can make a host a bad one.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dlrover_py.protocol.hosts import HostFaultKind
@@ -86,19 +86,29 @@ def host_records(
 
 
 def bad_hosts(
-    records: Iterable[HostRecord], hosts: int, before: Iterable[str], policy: HostPolicy
+    records: Iterable[HostRecord], before: Iterable[str], policy: HostPolicy
 ) -> list[HostRecord]:
-    """Return the bad hosts, the worst first, and no more than the permitted share.
+    """Return the bad hosts, the worst first.
 
     Args:
         records: What is known of hosts, the worst first.
-        hosts: Number of all hosts that are known.
         before: The hosts that are bad so far. They stay so a little longer.
         policy: When a host is bad.
     """
-    most, bad_before = math.floor(policy.share * hosts), set(before)
+    bad_before = set(before)
     least = {True: policy.over * policy.limit, False: policy.limit}
-    return [r for r in records if r.score >= least[r.name in bad_before]][:most]
+    return [record for record in records if record.score >= least[record.name in bad_before]]
+
+
+def to_avoid(bad: Sequence[HostRecord], hosts: int, policy: HostPolicy) -> list[str]:
+    """Return the names of the bad hosts to avoid: the worst, and no more than the permitted share.
+
+    Args:
+        bad: The bad hosts, the worst first.
+        hosts: Number of all hosts that are known.
+        policy: The share.
+    """
+    return [record.name for record in bad[: math.floor(policy.share * hosts)]]
 
 
 def in_words(record: HostRecord) -> str:

@@ -244,7 +244,7 @@ class ClusterClient:
             faults[obj["metadata"]["uid"]] = status.host_faults if status is not None else []
             bad = (obj.get("status") or {}).get("badHosts") or {}
             told.update(bad.get("hosts") or ())
-            avoided.update((bad.get("hosts") or ()) if bad.get("avoid") else ())
+            avoided.update(bad.get("avoid") or ())
         return [
             {
                 "host": record.name,

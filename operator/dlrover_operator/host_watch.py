@@ -12,11 +12,13 @@ from pydantic import ValidationError
 from dlrover_operator.allotment import Key
 from dlrover_operator.facts import final_phase
 from dlrover_operator.observed import Obj
-from dlrover_py.bad_hosts import HostPolicy, bad_hosts, host_records, in_words
+from dlrover_py.bad_hosts import HostPolicy, bad_hosts, host_records, in_words, to_avoid
 from dlrover_py.protocol import names
 from dlrover_py.protocol.hosts import BadHosts
 from dlrover_py.protocol.status import HostFault
 
+MOST = 100
+"""Most bad hosts of which jobs are told."""
 Mode = Literal["off", "tell", "act"]
 
 
@@ -29,7 +31,7 @@ def decide(
 
     Args:
         jobs: all ElasticJobs.
-        mode: ``off``: no host is bad. ``tell``: jobs are told. ``act``: they also avoid the hosts.
+        mode: ``off``: no host is bad. ``tell``: jobs are told. ``act``: they also avoid the worst.
         now: Unix time.
         policy: when a host is bad; None: the default.
     """
@@ -47,12 +49,12 @@ def decide(
         before |= set(present.hosts if present is not None else ())
         if not final_phase(status) and _runs_here(job):
             told[meta["namespace"], meta["name"]] = present
-    found = bad_hosts(host_records(faults, now, policy), len(known), before, policy)
+    found = bad_hosts(host_records(faults, now, policy), before, policy)[:MOST]
     wanted: BadHosts | None = None
     if found and mode != "off":
-        avoid = mode == "act"
-        then = "new nodes avoid them" if avoid else "nothing follows: cordon and test them"
-        reason = f"hosts have failed in several jobs: {'; '.join(map(in_words, found))}; {then}"
+        avoid = to_avoid(found, len(known), policy) if mode == "act" else []
+        then = f"new nodes avoid {', '.join(avoid)}" if avoid else "they are not avoided"
+        reason = f"hosts have failed in several jobs: {', '.join(map(in_words, found))}; {then}"
         wanted = BadHosts(hosts=[r.name for r in found], avoid=avoid, reason=reason[:4096])
     return {key: wanted for key, present in told.items() if _differ(present, wanted)}
 
@@ -61,7 +63,7 @@ def _differ(present: BadHosts | None, wanted: BadHosts | None) -> bool:
     """Return whether other hosts are bad, or something else follows; another reason is none."""
     if present is None or wanted is None:
         return present is not wanted
-    return (set(present.hosts), present.avoid) != (set(wanted.hosts), wanted.avoid)
+    return [set(present.hosts), set(present.avoid)] != [set(wanted.hosts), set(wanted.avoid)]
 
 
 def _runs_here(job: Obj) -> bool:

@@ -58,7 +58,7 @@ async def test_all_jobs_are_told_of_a_host_that_failed_two(bed: Bed) -> None:
         put(cluster, "b", "h1", "h2", at=now)
         for name in "abc":
             found = await until(partial(bad_hosts, cluster, name), "a bad host")
-            assert (found["hosts"], found["avoid"]) == (["h1"], True)
+            assert (found["hosts"], found["avoid"]) == (["h1"], ["h1"])
             assert "h1 (2 hardware in 2 jobs)" in found["reason"]
     async with operator(kube, timing=SOON, bad_hosts="off"):
         await until(lambda: bad_hosts(cluster, "c") is None, "the end of it")
@@ -72,7 +72,7 @@ async def test_the_failed_hosts_are_shown(place: Place) -> None:
             document["metadata"] = {"name": name, "namespace": "default"}
             document["status"] = {
                 "training": training(hostFaults=[fault]),
-                "badHosts": {"hosts": ["h1"], "avoid": True},
+                "badHosts": {"hosts": ["h1"], "avoid": ["h1"]},
             }
             cluster.put(ELASTICJOBS, document)
         env = place.env | {"KUBECONFIG": str(cluster.kubeconfig(place.folder / "kubeconfig"))}

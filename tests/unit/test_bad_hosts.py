@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrover_operator.host_watch import decide
-from dlrover_py.bad_hosts import HostPolicy, bad_hosts, host_records
+from dlrover_py.bad_hosts import HostPolicy, bad_hosts, host_records, to_avoid
 from dlrover_py.master.core.events import JobChanged, NodeSeen
 from dlrover_py.protocol.agents import (
     Confidence,
@@ -45,25 +45,25 @@ def fault(host: str, at: float = 0.0, kind: HostFaultKind = HostFaultKind.HARDWA
 
 
 @given(OF_JOBS, NOW, st.integers(0, 100), st.sets(st.sampled_from(NAMES)))
-def test_few_hosts_are_bad_and_those_with_the_highest_scores(
+def test_few_hosts_are_avoided_and_those_with_the_highest_scores(
     faults: dict[str, list[HostFault]], now: float, hosts: int, before: set[str]
 ) -> None:
     records = host_records(faults, now, POLICY)
-    found = bad_hosts(records, hosts, before, POLICY)
-    assert len(found) <= POLICY.share * hosts
+    found = bad_hosts(records, before, POLICY)
     assert all(record.score >= POLICY.over * POLICY.limit for record in found)
-    assert all(record.score >= POLICY.limit for record in found if record.name not in before)
-    assert all(len(record.jobs) > 1 for record in found if record.name not in before)
-    eligible = [r for r in records if r.score >= POLICY.limit]
-    assert len(found) == int(POLICY.share * hosts) or {r.name for r in eligible} <= {
-        r.name for r in found
-    }
+    assert all(len(record.jobs) > 1 for record in found)
+    assert [
+        record for record in records if record.score >= POLICY.limit or record in found
+    ] == found
+    avoided = to_avoid(found, hosts, POLICY)
+    assert len(avoided) <= POLICY.share * hosts
+    assert avoided == [record.name for record in found[: len(avoided)]]
 
 
 @given(st.lists(FAULTS, max_size=100), NOW)
 def test_no_job_alone_makes_a_host_bad(faults: list[HostFault], now: float) -> None:
     records = host_records({"a": faults}, now, POLICY)
-    assert not bad_hosts(records, 1000, (), POLICY)
+    assert not bad_hosts(records, {fault.host for fault in faults}, POLICY)
 
 
 @given(OF_JOBS, NOW, st.floats(0, 10 * DAY))
@@ -81,7 +81,7 @@ def test_two_jobs_with_failed_devices_make_a_host_bad_for_most_of_a_day() -> Non
     faults = {"a": [fault("h1")], "b": [fault("h1"), fault("h2"), fault("h2")]}
 
     def bad(now: float, *before: str) -> list[str]:
-        return [r.name for r in bad_hosts(host_records(faults, now, POLICY), 50, before, POLICY)]
+        return [r.name for r in bad_hosts(host_records(faults, now, POLICY), before, POLICY)]
 
     assert bad(0.0) == ["h1"]
     assert bad(0.4 * DAY) == ["h1"]
@@ -117,13 +117,13 @@ def test_running_jobs_are_told_and_faults_of_ended_ones_count() -> None:
     assert key == ("default", "b")
     assert told == BadHosts(
         hosts=["h1"],
-        avoid=True,
-        reason="hosts have failed in several jobs: h1 (2 hardware in 2 jobs); new nodes avoid them",
+        avoid=["h1"],
+        reason="hosts have failed in several jobs: h1 (2 hardware in 2 jobs); new nodes avoid h1",
     )
     ((_, told),) = decide(bad_objects(), "tell", 0.0).items()
     assert told is not None
     assert not told.avoid
-    assert told.reason.endswith("; nothing follows: cordon and test them")
+    assert told.reason.endswith("; they are not avoided")
 
 
 def test_nothing_is_written_again_and_what_is_over_is_removed() -> None:
@@ -138,7 +138,9 @@ def test_nothing_is_written_again_and_what_is_over_is_removed() -> None:
 
 def test_a_small_cluster_loses_no_host() -> None:
     jobs = [obj(name, fault("h1"), nodes=9) for name in "ab"]
-    assert not decide(jobs, "act", 0.0)
+    told = decide(jobs, "act", 0.0)["default", "a"]
+    assert told is not None
+    assert (told.hosts, told.avoid) == (["h1"], [])
 
 
 def test_a_status_of_another_form_does_no_harm() -> None:
@@ -195,14 +197,14 @@ def told(bench: Bench, job: ElasticJob, bad: BadHosts | None) -> None:
 def test_new_nodes_avoid_the_bad_hosts_of_other_jobs(avoid: bool) -> None:
     job = elastic_job(3, 2)
     bench = running(job)
-    bad = BadHosts(hosts=["h8", "h9"], avoid=avoid, reason="they failed")
+    bad = BadHosts(hosts=["h8", "h9"], avoid=["h9"] if avoid else [], reason="they failed")
     told(bench, job, bad)
     told(bench, job, bad)
     (event,) = [e for e in bench.job.state.events if e.reason == EventReason.BAD_HOSTS]
     assert event.message == "they failed"
     silent(bench)
     assert noted(bench) == [("n1", "lost")]
-    assert bench.avoided[NodeId("n3")] == (("h8", "h9", "n1") if avoid else ("n1",))
+    assert bench.avoided[NodeId("n3")] == (("h9", "n1") if avoid else ("n1",))
     told(bench, job, None)
     assert bench.reasons().count(EventReason.BAD_HOSTS) == 2
 
@@ -210,7 +212,7 @@ def test_new_nodes_avoid_the_bad_hosts_of_other_jobs(avoid: bool) -> None:
 def test_bad_hosts_are_used_if_there_is_no_room_elsewhere() -> None:
     job = elastic_job(3, 2)
     bench = running(job)
-    told(bench, job, BadHosts(hosts=["h8"], avoid=True))
+    told(bench, job, BadHosts(hosts=["h8"], avoid=["h8"]))
     silent(bench)
     bench.pass_time(25.0)
     assert bench.avoided[NodeId("n4")] == ()
@@ -222,6 +224,8 @@ def test_bad_hosts_are_used_if_there_is_no_room_elsewhere() -> None:
 def test_no_file_can_name_bad_hosts() -> None:
     with pytest.raises(ConfigError, match="badHosts: unknown field"):
         ElasticJob.parse(job_file(2) | {"badHosts": {"hosts": ["h1"]}})
-    read = ElasticJob.read(job_file(2) | {"status": {"badHosts": {"hosts": ["h1"], "avoid": True}}})
-    assert read.bad_hosts == BadHosts(hosts=["h1"], avoid=True)
+    read = ElasticJob.read(
+        job_file(2) | {"status": {"badHosts": {"hosts": ["h1"], "avoid": ["h1"]}}}
+    )
+    assert read.bad_hosts == BadHosts(hosts=["h1"], avoid=["h1"])
     assert ElasticJob.read(job_file(2) | {"badHosts": {"hosts": ["h1"]}}).bad_hosts is None

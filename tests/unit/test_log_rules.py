@@ -333,11 +333,12 @@ def test_a_rule_that_cannot_be_used_is_told() -> None:
     ]
 
 
-def answer(bench: Bench, *, busy: bool = False) -> None:
+def answer(bench: Bench, *, busy: bool = False, age_s: float = 60.0) -> None:
     """Send the snapshots of all nodes: rank 1 has not entered the collective of the others."""
     for agent in bench.living():
         rank = bench.members.index(agent.node)
-        record = Collective(group="0", seq=9 - (rank == 1), op="all_reduce", open=rank != 1)
+        waits = {"open": True, "age_s": age_s} if rank != 1 else {}
+        record = Collective(group="0", seq=9 - (rank == 1), op="all_reduce", **waits)
         worker = WorkerSnapshot(
             rank=rank,
             local_rank=0,
@@ -382,6 +383,14 @@ def test_a_missed_line_restarts_the_round_if_the_job_wants_it() -> None:
     assert bench.job.state.failures == {"hang": 1}
     assert bench.job.state.round == 2
     assert events(bench)[-1][1].startswith("the round is over after the job had stood still for 6")
+
+
+def test_a_job_that_trains_is_not_restarted_by_a_rule() -> None:
+    bench = running(job(STEPS, hang="act"))
+    tell(bench, finding("HANG", name="steps"))
+    answer(bench, age_s=0.1)
+    assert bench.job.state.round == 1
+    assert not bench.job.state.failures
 
 
 def test_no_snapshot_is_taken_if_the_job_looks_for_no_hangs() -> None:

@@ -211,9 +211,9 @@ class Capacity:
     def _avoided_hosts(self) -> tuple[str, ...]:
         """Return the hosts on which no new node may be placed now."""
         banned, bad = self.live.hosts.banned(self.live.now), self.live.spec.bad_hosts
-        if bad is None or not bad.avoid or not self.live.rules.avoids_hosts:
+        if bad is None or not self.live.rules.avoids_hosts:
             return banned
-        return tuple(sorted({*banned, *bad.hosts} - (self._readmitted - {*banned})))
+        return tuple(sorted({*banned, *bad.avoid} - (self._readmitted - {*banned})))
 
     def ban_host(self, node: Node, kind: HostFaultKind) -> None:
         """Count a strike against the node's host, which may be at fault, and ban it for a while.

@@ -70,9 +70,8 @@ def _in_words(found: list[tuple[NodeId, LogFinding]]) -> str:
     """Return what one rule has found on all nodes, in one line."""
     node_id, first = found[0]
     if first.verdict == "UNUSED":
-        return f"log rule {first.rule} is not used on node {node_id}: {first.said}".replace(
-            "rule  is", "rules are"
-        )
+        what = f"log rule {first.rule} is" if first.rule else "log rules are"
+        return f"{what} not used on node {node_id}: {first.said}"
     others = sum(len(finding.ranks) for _, finding in found) - 1
     more = f"; so do {counted(others, 'other rank')}" if others > 1 else ""
     more = "; so does 1 other rank" if others == 1 else more

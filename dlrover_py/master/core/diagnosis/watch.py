@@ -265,7 +265,8 @@ class Diagnosis:
             )
             self._hang = (verdict, event, since)
         self.live.hang = verdict.message
-        if self.live.spec.spec.diagnosis.hang == "act" and verdict.sure:
+        act = self.live.spec.spec.diagnosis.hang == "act" and verdict.sure
+        if act and (self._overdue() or _stands(workers, still_s)):
             self._act(verdict, workers)
 
     def _node_of(self, verdict: HangVerdict) -> NodeId | None:
@@ -306,3 +307,16 @@ class Diagnosis:
         seconds = self.live.now - since
         message = f"{why} after the job had stood still for {seconds:.0f} s"
         self.log.record(EventReason.HANG_OVER, message, cause=event)
+
+
+def _stands(workers: list[WorkerSnapshot], still_s: float) -> bool:
+    """Return whether a collective is open for half of a time, or none is open.
+
+    A log rule may miss a line of a job that trains. The ranks of such a job wait for a moment only.
+
+    Args:
+        workers: Snapshots of the ranks.
+        still_s: Seconds for which the job has stood still, as the log rule says.
+    """
+    ages = [one.age_s for worker in workers for one in worker.collectives if one.open]
+    return not ages or max(ages) >= still_s / 2
