@@ -682,8 +682,10 @@ class ElasticJob(_Strict):
             UnsupportedError: the kind of training is not supported yet.
             ConfigError: the object cannot be used; the message has one line for each fault.
         """
-        of_user = {k: v for k, v in obj.items() if k not in ("allocation", "badHosts")}
-        return cls._checked(of_user, "ignore").with_status_of(obj)
+        # What an earlier master has accepted has these beside its spec.
+        told = {"allocation": cls.allocation_in(obj), "badHosts": cls._bad_hosts_in(obj)}
+        told = {name: one for name, one in told.items() if one is not None}
+        return cls._checked(obj | told, "ignore")
 
     @staticmethod
     def allocation_in(obj: dict[str, Any]) -> NodeAllocation | None:
@@ -695,12 +697,16 @@ class ElasticJob(_Strict):
 
     def with_status_of(self, obj: dict[str, Any]) -> Self:
         """Return this job with the allocation and the bad hosts in the status of an object."""
-        try:
-            bad = BadHosts.model_validate(_mapping(obj.get("status")).get("badHosts"))
-        except ValidationError:
-            bad = None
         job = self.allocated(self.allocation_in(obj))
-        return job.model_copy(update={"bad_hosts": bad})
+        return job.model_copy(update={"bad_hosts": self._bad_hosts_in(obj)})
+
+    @staticmethod
+    def _bad_hosts_in(obj: dict[str, Any]) -> BadHosts | None:
+        """Return the bad hosts in the status of an object; None if there are none of its form."""
+        try:
+            return BadHosts.model_validate(_mapping(obj.get("status")).get("badHosts"))
+        except ValidationError:
+            return None
 
     def allocated(self, allocation: NodeAllocation | None) -> Self:
         """Return this job with another allocation. The generation stays: the spec is the same."""
