@@ -46,9 +46,11 @@ from dlrover_py.protocol import (
     data_ledger,
     diagnosis,
     errors,
+    hosts,
     job,
     lease,
     local,
+    log_rules,
     manifest,
     names,
     persister,
@@ -808,7 +810,9 @@ WIRES: tuple[Wire, ...] = (
 
 ELSEWHERE: Mapping[ModuleType, str] = {
     autoscale: "[ElasticJob](elasticjob.md#what-you-write-spec)",
+    hosts: "[ElasticJob](elasticjob.md#what-is-reported-status)",
     job: "[ElasticJob](elasticjob.md#what-you-write-spec)",
+    log_rules: "[ElasticJob](elasticjob.md#what-you-write-spec)",
     status: "[ElasticJob](elasticjob.md#what-is-reported-status)",
     reasons: "[Conditions](conditions.md), [Events](events.md)",
     refusals: "[Conditions](conditions.md)",

@@ -29,10 +29,12 @@ from dlrover_py.master.core.state import DurableState, Step
 from dlrover_py.protocol.agents import (
     AgentReport,
     Assignment,
+    CheckRequest,
     CheckResult,
     Directive,
     FailureKind,
     LoaderState,
+    LogFinding,
     MemoryCheckpoint,
     NodeLoad,
     Offer,
@@ -169,6 +171,7 @@ class SimAgent:
     """State of its script's data loader; None if it has none."""
     auto_tune: bool = False
     wrong: list[WrongValue] = field(default_factory=list)
+    log_findings: list[LogFinding] = field(default_factory=list)
     """Wrong values that its workers have."""
     load: NodeLoad | None = None
     """What its node lacks."""
@@ -221,11 +224,13 @@ class SimAgent:
             cut_off=self.cut_off,
             warm=self.warm,
             warming=self.warming,
-            precheck=self.precheck,
-            exclude_straggler=self.exclude_straggler,
+            precheck=CheckRequest(level=self.precheck, exclude_slow=self.exclude_straggler)
+            if self.precheck
+            else None,
             loader=self.loader,
             auto_tune=self.auto_tune,
             wrong=self.wrong,
+            log_findings=self.log_findings,
             load=self.load,
             checks=self.checks,
             check=self.check,

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from dlrover_agent.loop import AgentOutcome
     from dlrover_agent.workers.failures import WorkerDeath
     from dlrover_py.protocol.agents import JobName
+    from dlrover_py.protocol.log_rules import LogRule
 
 log = logging.getLogger("agent.cli")
 
@@ -475,6 +476,11 @@ def _command(flags: Flags, settings: Settings, *, member: bool) -> Command:
             f"{flags.precheck_flag}: {sys.executable} has no torch, which the check is made with; "
             "install it there, or leave the flag out"
         )
+    log_rules: tuple[LogRule, ...] = ()
+    if flags.log_rules:
+        from dlrover_agent.workers.log_rules import rules_in
+
+        log_rules = rules_in(Path(flags.log_rules))
     log_dir = settings.log_dir if member else None
     return Command(
         argv=argv,
@@ -494,6 +500,7 @@ def _command(flags: Flags, settings: Settings, *, member: bool) -> Command:
         save_at_breakpoint=flags.save_at_breakpoint,
         auto_tune=bool(flags.auto_tunning),
         exclude_straggler=flags.exclude_straggler,
+        log_rules=log_rules,
     )
 
 

@@ -86,6 +86,7 @@ class Flags(TorchrunFlags):
     save_at_breakpoint: bool
     auto_config: bool
     cold_start: bool
+    log_rules: str | None
     given: frozenset[str]
     """Names of the flags whose values differ from their defaults."""
     variables: Mapping[str, str]
@@ -194,6 +195,8 @@ def parser(environ: Mapping[str, str]) -> _Parser:
     own_flags.switch(
         "--cold-start", "start workers as new processes only, never as forks of a zygote"
     )
+    help = "YAML file with rules for the lines that workers print: docs/diagnosis.md"
+    own_flags.value("--log-rules", None, help, env=False, metavar="FILE")
     p.add_argument("training_script", help="the script, module or program")
     p.add_argument("training_script_args", nargs=argparse.REMAINDER, help="its arguments")
     return p

@@ -60,7 +60,13 @@ from dlrover_py.pacing import random_delay_s
 from dlrover_py.process import identity
 from dlrover_py.process.identity import children
 from dlrover_py.protocol import names
-from dlrover_py.protocol.agents import AgentReport, Assignment, Directive, WorkerPhase
+from dlrover_py.protocol.agents import (
+    AgentReport,
+    Assignment,
+    CheckRequest,
+    Directive,
+    WorkerPhase,
+)
 from dlrover_py.protocol.errors import ExitCode
 from dlrover_py.protocol.timing import MASTER_LOST_S
 from dlrover_py.protocol.workers import WorkerProgress
@@ -138,7 +144,7 @@ class Agent:
         self._launchers = nested_launchers.LauncherWatch(self._on_nested_launcher)
         # Steps that may fail come before those that need cleaning up.
         self._run_id = settings.job_name or "none"
-        logs = Logs(command, run_id=self._run_id, node_id=settings.node_id)
+        self._logs = Logs(command, run_id=self._run_id, node_id=settings.node_id)
         self._elastic_events = ElasticEvents(command, self._run_id)
         client = http_client(settings, token)
         self._master = MasterClient(client, settings.node_id, self, connect_s=settings.connect_s)
@@ -147,7 +153,7 @@ class Agent:
         self._reaper = self._new_reaper(mark)
         self._sdk = self._new_sdk_server()
         self._shards, self._snapshots = self._new_relay(), self._new_snapshots()
-        self._workers = self._new_workers(logs)
+        self._workers = self._new_workers()
         self._recipes = RecipeExchange(self._workers.warm, self._master, self._core)
         self._ports = RoundPorts(settings.advertised_addr, listen=self._workers.hosts_store)
 
@@ -212,7 +218,7 @@ class Agent:
         self._scratch.add(taker.probes)
         return taker
 
-    def _new_workers(self, logs: Logs) -> WorkerSupervisor:
+    def _new_workers(self) -> WorkerSupervisor:
         """Create the supervisor of the workers, which starts none yet."""
         folder = self._scratch.path
         env = base_environment(self._command, self._run_id, folder / SDK_SOCKET)
@@ -223,7 +229,7 @@ class Agent:
             self._command,
             env,
             scratch=self._scratch,
-            logs=logs,
+            logs=self._logs,
             children=self._children,
             observer=self,
         )
@@ -546,8 +552,7 @@ class Agent:
             cut_off=core.cut_off,
             warm=self._workers.warm.ready,
             warming=self._recipes.delays_first_round(),
-            precheck=self._command.precheck,
-            exclude_straggler=self._command.exclude_straggler,
+            precheck=_check_request(self._command),
             checks=core.checks,
             check=core.check,
             memory_round=core.oldest_live_round,
@@ -555,6 +560,7 @@ class Agent:
             auto_tune=self._command.auto_tune,
             loader=self._sdk.loader(core.follows),
             wrong=self._sdk.wrong(core.follows),
+            log_findings=self._logs.watch.findings(core.follows),
             nested=self._nested_launcher,
             leases=self._shards.leases(),
             idle_s=self._snapshots.idle.seconds(self._workers.pids),
@@ -675,3 +681,10 @@ async def run_agent(
         for task in reversed(tasks):
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+
+def _check_request(command: Command) -> CheckRequest | None:
+    """Return the check before the first round that the flags ask for; None if they ask for none."""
+    if not command.precheck:
+        return None
+    return CheckRequest(level=command.precheck, exclude_slow=command.exclude_straggler)

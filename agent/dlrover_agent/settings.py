@@ -13,11 +13,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
-from typing import Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from dlrover_py.process.token_file import read_token
 from dlrover_py.protocol import names
 from dlrover_py.protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dlrover_py.protocol.log_rules import LogRule
 
 DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals by which an agent is asked to end."""
@@ -246,6 +249,8 @@ class Command:
     """Whether the newest state is stored after a failure of a worker."""
     auto_tune: bool = False
     """Whether the job's auto-tuner chooses the settings of data loaders."""
+    log_rules: "tuple[LogRule, ...]" = ()
+    """Rules for the lines of the workers, beside those of the job."""
     exclude_straggler: bool = False
     """Whether a node that the check finds slow is left out."""
 

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.live import Live
 
+from dlrover_py.bad_hosts import HostPolicy, host_records
 from dlrover_py.cli import view
 from dlrover_py.cli.jobfile import JobDocument
 from dlrover_py.cli.logs import LogQuery
@@ -43,6 +44,7 @@ from dlrover_py.protocol.reasons import ConditionReason, ConditionType
 from dlrover_py.protocol.status import (
     Condition,
     EvidenceManifest,
+    HostFault,
     JobEvent,
     JobPhase,
     JobStatus,
@@ -225,6 +227,36 @@ class ClusterClient:
             host = self.kube.host
             raise ConfigError(f"job {name} is in no namespace of {host}; see `dlrover job get -A`")
         return [_row(obj) for obj in found]
+
+    def hosts(self) -> list[dict[str, Any]]:
+        """Return the hosts that have failed, the worst first, as JSON for scripts.
+
+        Without a namespace in the target, the jobs of all namespaces are asked.
+
+        Raises:
+            DLRoverError: the API server refuses, or does not answer.
+        """
+        jobs = self.run(self.kube.list(ELASTICJOBS, self._target.namespace))
+        faults: dict[str, list[HostFault]] = {}
+        told, avoided = set[str](), set[str]()
+        for obj in jobs:
+            status = read_status(obj)
+            faults[obj["metadata"]["uid"]] = status.host_faults if status is not None else []
+            bad = (obj.get("status") or {}).get("badHosts") or {}
+            told.update(bad.get("hosts") or ())
+            avoided.update(bad.get("avoid") or ())
+        return [
+            {
+                "host": record.name,
+                "score": round(record.score, 2),
+                "faults": record.faults,
+                "jobs": len(record.jobs),
+                "newest": record.newest,
+                "bad": record.name in told,
+                "avoided": record.name in avoided,
+            }
+            for record in host_records(faults, self.kube.wall(), HostPolicy())
+        ]
 
     def watch_rows(
         self, name: str | None, *, all_namespaces: bool, show: Callable[[Rows], None]

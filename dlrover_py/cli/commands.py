@@ -112,7 +112,7 @@ def node() -> None:
 
 @root.group(cls=_OrderedGroup)
 def cluster() -> None:
-    """Run several jobs on this machine that share simulated hosts."""
+    """Run several jobs on this machine that share hosts, or look at the hosts of a cluster."""
 
 
 root.add_command(ckpt)
@@ -267,6 +267,40 @@ def run_cluster(folder: Path, hosts: int) -> int:
     from dlrover_py.cli.shared import run_shared
 
     return run_shared(folder, Settings.from_environment(), hosts=hosts)
+
+
+@cluster.command("hosts")
+@as_json
+@target_options
+def show_hosts(as_json: bool, target: Target) -> None:
+    """Show the hosts of a cluster that have failed, the worst first.
+
+    The faults are those of all jobs that exist, also of ended ones: failed devices, failed checks,
+    lost nodes. From a score of 1.5 on the operator counts a host as a bad one.
+
+    \f
+
+    Args:
+        as_json: print JSON instead of text.
+        target: cluster that the flags name.
+
+    Raises:
+        DLRoverError: the cluster refuses a call, or does not answer.
+    """
+    from dlrover_py.cli.cluster import ClusterClient
+
+    with ClusterClient(target) as client:
+        rows = client.hosts()
+    if as_json:
+        click.echo(json.dumps(rows))
+        return
+    if not rows:
+        click.echo("no host has failed")
+    for row in rows:
+        state = "avoided" if row["avoided"] else "bad" if row["bad"] else ""
+        jobs = counted(row["jobs"], "job")
+        line = f"{row['host']:40} {row['score']:5.1f}  {row['faults']} in {jobs}  {state}"
+        click.echo(view.plain(line.rstrip()))
 
 
 @job.command()
@@ -660,6 +694,8 @@ def goodput(name: str | None, as_json: bool, target: Target) -> None:
     click.echo(f"{job_view.name}: goodput {words}")
     for line in view.goodput_lines(status.goodput):
         click.echo(f"  {line}")
+    if best := view.ceiling_line(status.goodput):
+        click.echo(best)
 
 
 @job.command()

@@ -206,6 +206,21 @@ def goodput_lines(goodput: GoodputStatus) -> list[str]:
     return [*lines, f"{'all':28} {duration(goodput.wall_s):>12} {100:6.1f}%"]
 
 
+def ceiling_line(goodput: GoodputStatus) -> str:
+    """Return the best goodput that could be reached, and why; empty before the first failure."""
+    best = goodput.ceiling
+    if best is None:
+        return ""
+    reached = ""
+    if goodput.share is not None and best.share > 0:
+        reached = f", of which {100 * goodput.share / best.share:.1f}% is reached"
+    return (
+        f"ceiling {100 * best.share:.1f}%{reached}: one failure in {duration(best.between_s)}, "
+        f"{duration(best.recovery_s)} to recover, {duration(best.save_s)} for a save (best: one in "
+        f"{duration(best.interval_s)})"
+    )
+
+
 def event_line(event: JobEvent) -> str:
     """Return one event as one line."""
     took = f" [{duration(event.took_s)}]" if event.took_s is not None else ""

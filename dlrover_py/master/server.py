@@ -416,6 +416,9 @@ def job_metrics(status: JobStatus) -> Iterator[Metric]:
     if status.goodput is not None and status.goodput.share is not None:
         help_text = "Part of the job's time that brought new steps, from 0 to 1."
         yield _gauge("dlrover_goodput_ratio", help_text, status.goodput.share)
+    if status.goodput is not None and status.goodput.ceiling is not None:
+        help_text = "Best goodput that could be reached with these failures, from 0 to 1."
+        yield _gauge("dlrover_goodput_ceiling_ratio", help_text, status.goodput.ceiling.share)
     last = status.last_checkpoint
     if last is not None:
         help_text = "Step of the newest checkpoint that can be restored."

@@ -234,7 +234,8 @@ class Progress(StatusMessage):
     spent: Spent = Field(default_factory=dict)
     """Seconds that workers have spent in this round, of each the greatest: ``data`` waiting for
     data, ``save`` and ``load`` for checkpoints, ``gc`` in Python's garbage collector, ``cpu`` of
-    their CPUs. ``run`` is the time from the first reported step to the newest one."""
+    their CPUs. ``run`` is the time from the first reported step to the newest one. ``saves`` is
+    the number of saves, and no time."""
 
 
 class WrongKind(StrEnum):
@@ -458,6 +459,28 @@ class NodeLoad(Wire):
     """The same for memory."""
 
 
+class LogFinding(Wire):
+    """A log rule that applies to workers of a node, or one that cannot be used there."""
+
+    rule: Annotated[str, StringConstraints(max_length=63)]
+    """Name of the rule; empty for all rules."""
+    verdict: Annotated[str, StringConstraints(max_length=8)]
+    """``HANG``, ``SLOW`` or ``FAULT``; ``UNUSED`` for a rule that cannot be used."""
+    ranks: list[Count] = Field(default_factory=list, max_length=64)
+    """The ranks to which it applies, at most 64 of them."""
+    said: Annotated[str, StringConstraints(max_length=512), cut(512)]
+    """What was found at the first of these ranks, in words."""
+
+
+class CheckRequest(Wire):
+    """A node's request for a check before its first round."""
+
+    level: Annotated[int, Field(ge=1, le=2)]
+    """2: the check also measures bandwidth."""
+    exclude_slow: bool = False
+    """True if the node asks to be left out when the check shows that it is slow."""
+
+
 class AgentReport(Wire):
     """The complete state of a node. Each report has all of it."""
 
@@ -509,10 +532,8 @@ class AgentReport(Wire):
     cut_off: Words = ""
     """Why this node stopped the workers of round ``follows`` without a request. It was cut off from
     the master and from all other nodes, which may train in its place. Empty if it did not."""
-    precheck: Annotated[int, Field(ge=0, le=2)] = 0
-    """1: the node requests a check before its first round. 2: the check also measures bandwidth."""
-    exclude_straggler: bool = False
-    """True if the node asks to be left out when the check shows that it is slow."""
+    precheck: CheckRequest | None = None
+    """The check that the node requests before its first round; None if it requests none."""
     checks: Counted = 0
     """The number of the newest check that this agent has started."""
     check: CheckResult | None = None
@@ -554,6 +575,8 @@ class AgentReport(Wire):
     one."""
     wrong: list[WrongValue] = Field(default_factory=list, max_length=64)
     """Wrong values of the workers of round ``follows``, as long as they last."""
+    log_findings: list[LogFinding] = Field(default_factory=list, max_length=64)
+    """The log rules that apply to workers of round ``follows``, as long as they apply."""
     nested: Words = ""
     """What a second launcher below the workers has started as a world of its own; empty if there is
     none."""
@@ -685,6 +708,8 @@ class Assignment(Wire):
     (``/v1/recipe``); empty if it has none."""
     checkpoint: Annotated[str, StringConstraints(max_length=16384)] = ""
     """The job's ``checkpoint:`` as JSON, for the workers; empty if it has none."""
+    log_rules: Annotated[str, StringConstraints(max_length=65536)] = ""
+    """The job's ``diagnosis.logRules`` as JSON, for the agent; empty if it has none."""
     loader: LoaderSettings | None = None
     """The settings of the workers' data loaders; None if none were ever changed."""
     peer: ReplicationPeer | None = None

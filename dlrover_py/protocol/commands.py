@@ -57,7 +57,7 @@ ELASTIC_RUN_SWITCHES: Final = _words(
     """
 )
 """Further flags of ``elastic-run`` that have no value, or that it refuses."""
-ELASTIC_RUN_VALUES: Final = frozenset(("--precheck", "--node-unit", "--accelerator"))
+ELASTIC_RUN_VALUES: Final = frozenset(("--precheck", "--node-unit", "--accelerator", "--log-rules"))
 """Further flags of ``elastic-run`` with a value."""
 
 LAUNCHERS: Final[Mapping[str, tuple[str, ...]]] = {

@@ -41,6 +41,8 @@ from dlrover_py.protocol.commands import (
     remarks,
 )
 from dlrover_py.protocol.errors import ConfigError, UnsupportedError, did_you_mean, shown
+from dlrover_py.protocol.hosts import BadHosts
+from dlrover_py.protocol.log_rules import MAX_RULES, LogRule, rule_problems
 from dlrover_py.protocol.names import API_VERSION, KIND, MAIN_CONTAINER
 from dlrover_py.protocol.sdk import MAX_LOADER_WORKERS, MAX_MICRO_BATCH
 from dlrover_py.protocol.template import (
@@ -591,6 +593,9 @@ class DiagnosisSpec(_Strict):
     silent_seconds: Annotated[int, Field(ge=1, le=86_400)] | None = None
     """For scripts that report no steps: seconds without CPU time of any worker after which a hang
     is suspected. If absent, no hang is suspected there."""
+    log_rules: Annotated[list[LogRule], Field(max_length=MAX_RULES)] = Field(default_factory=list)
+    """Rules for the lines that workers print, for scripts that only print. A change applies from
+    the next round on."""
     snapshot: RequestText | None = None
     """Any text that was not here before, such as the time, requests a snapshot of all ranks:
     ``dlrover job stacks`` sets it."""
@@ -699,6 +704,9 @@ class ElasticJob(_Strict):
     """Name of the job and similar data."""
     spec: JobSpec
     """The desired job."""
+    bad_hosts: BadHosts | None = None
+    """Hosts that have failed in several jobs of the cluster. No file has it: on Kubernetes it is
+    ``status.badHosts``."""
     allocation: NodeAllocation | None = None
     """What the job may have of a shared cluster; None if nothing limits it. No file has it: on
     Kubernetes it is ``status.allocation``."""
@@ -731,6 +739,8 @@ class ElasticJob(_Strict):
             raise ConfigError(f"kind: found {kind}: expected {KIND}; {_instead_of(kind)}")
         if "allocation" in document:
             raise ConfigError("allocation: unknown field; the allocator of the cluster writes it")
+        if "badHosts" in document:
+            raise ConfigError("badHosts: unknown field; the operator of the cluster writes it")
         job = cls._checked(document, "forbid", servers=servers)
         wrong = [fault for fault in job.template_faults() if not fault.unknown]
         wrong = wrong or list(
@@ -753,15 +763,29 @@ class ElasticJob(_Strict):
             UnsupportedError: the kind of training is not supported yet.
             ConfigError: the object cannot be used; the message has one line for each fault.
         """
-        granted = cls.allocation_in(obj)
-        given = obj if granted is None else obj | {"allocation": granted}
-        return cls._checked(given, "ignore", servers=False)
+        # What an earlier master has accepted has these beside its spec.
+        told = {"allocation": cls.allocation_in(obj), "badHosts": cls._bad_hosts_in(obj)}
+        told = {name: one for name, one in told.items() if one is not None}
+        return cls._checked(obj | told, "ignore", servers=False)
 
     @staticmethod
     def allocation_in(obj: dict[str, Any]) -> NodeAllocation | None:
         """Return the allocation in the status of an object; None if there is none of its form."""
         try:
             return NodeAllocation.model_validate(_mapping(obj.get("status")).get("allocation"))
+        except ValidationError:
+            return None
+
+    def with_status_of(self, obj: dict[str, Any]) -> Self:
+        """Return this job with the allocation and the bad hosts in the status of an object."""
+        job = self.allocated(self.allocation_in(obj))
+        return job.model_copy(update={"bad_hosts": self._bad_hosts_in(obj)})
+
+    @staticmethod
+    def _bad_hosts_in(obj: dict[str, Any]) -> BadHosts | None:
+        """Return the bad hosts in the status of an object; None if there are none of its form."""
+        try:
+            return BadHosts.model_validate(_mapping(obj.get("status")).get("badHosts"))
         except ValidationError:
             return None
 
@@ -810,6 +834,9 @@ class ElasticJob(_Strict):
             problems += [f"{SERVERS}: {p}" for p in given.problems()]
         if problems:
             raise ConfigError("\n".join(problems))
+        problems = rule_problems(job.spec.diagnosis.log_rules)
+        if problems:
+            raise ConfigError("\n".join(f"spec.diagnosis.logRules: {p}" for p in problems))
         job.worker.main_container()
         return job
 

@@ -201,6 +201,8 @@ OPERATOR_MANAGER: Final = "dlrover-operator"
 """Field manager of the operator for server-side apply: it owns its own part of the status."""
 ALLOCATOR_MANAGER: Final = "dlrover-allocator"
 """Field manager of the operator for ``status.allocation``."""
+HOSTS_MANAGER: Final = "dlrover-hosts"
+"""Field manager of the operator for ``status.badHosts``."""
 MASTER_MANAGER: Final = "dlrover-master"
 """Field manager of the master for server-side apply: it owns its own part of the status."""
 

@@ -171,6 +171,14 @@ class ConditionType(StrEnum):
 
     What to do: See [diagnosis](../diagnosis.md#slow-steps).
     """
+    LOG_RULE = "LogRule"
+    """A rule for the lines that workers print applies. The message names the rule, the rank and
+    what was found. The condition is not shown before the first time.
+
+    When False: The rule does not apply any more, or the round is over.
+
+    What to do: See [diagnosis](../diagnosis.md#log-rules).
+    """
     TUNING_REFUSED = "TuningRefused"
     """The wanted settings of data loaders cannot be used, and training goes on as before. The
     message says why.
@@ -398,6 +406,8 @@ class ConditionReason(StrEnum):
     """``WrongValues``: The training computes wrong values."""
     SLOW = "Slow"
     """``Slow``: Steps take longer than usual."""
+    LOG_RULE = "LogRule"
+    """``LogRule``: A rule for the lines that workers print applies."""
     TUNING_REFUSED = "TuningRefused"
     """``TuningRefused``: Settings of data loaders cannot be used."""
 
@@ -464,6 +474,10 @@ class EventReason(StrEnum):
     """The job has decided to have more nodes (``autoscale``). The message says what is gained."""
     SCALED_DOWN = "ScaledDown"
     """The job has decided to have fewer nodes (``autoscale``). The message says why."""
+    BAD_HOSTS = "BadHosts"
+    """Warning: Hosts have failed in several jobs. The message says which, how, and whether new
+    nodes avoid them. Without a warning: there are no such hosts any more. See
+    [diagnosis](../diagnosis.md#bad-hosts)."""
     NODES_ALLOCATED = "NodesAllocated"
     """The allocator of the cluster has changed how many nodes the job may have. The message says
     why."""
@@ -520,6 +534,11 @@ class EventReason(StrEnum):
     message names the node and the cause. See [diagnosis](../diagnosis.md#slow-steps)."""
     SLOW_OVER = "SlowOver"
     """Steps take the usual time again, or the round is over."""
+    LOG_RULE = "LogRule"
+    """Warning: A rule for the lines that workers print applies, or cannot be used. See
+    [diagnosis](../diagnosis.md#log-rules)."""
+    LOG_RULE_OVER = "LogRuleOver"
+    """A log rule does not apply any more, or the round is over."""
     NOT_FINITE = "NotFinite"
     """Warning: A loss or a gradient norm is NaN or infinite. The message names the rank and the
     step. See [diagnosis](../diagnosis.md#wrong-values)."""

@@ -26,6 +26,7 @@ from pydantic.alias_generators import to_camel
 from dlrover_py.protocol.agents import Count, Progress, Words, WorkerFailure, WorkerPhase
 from dlrover_py.protocol.autoscale import NodeAllocation
 from dlrover_py.protocol.diagnosis import HangVerdict
+from dlrover_py.protocol.hosts import BadHosts, HostFaultKind
 
 
 class _StatusModel(BaseModel):
@@ -236,6 +237,17 @@ class Failure(_StatusModel):
     """The worker that failed."""
 
 
+class HostFault(_StatusModel):
+    """A fault that the master attributes to a host."""
+
+    host: str
+    """Name of the host."""
+    at: WallTime
+    """When it was seen."""
+    kind: HostFaultKind
+    """What has happened."""
+
+
 class LastCheckpoint(_StatusModel):
     """The checkpoint from which a new start of the job would continue."""
 
@@ -416,6 +428,26 @@ class TimeBucket(StrEnum):
     """The job was suspended. This does not count for the share."""
 
 
+class GoodputCeiling(_StatusModel):
+    """The best goodput that any interval between saves could reach, and what it is made of.
+
+    All numbers are means over the whole job.
+    """
+
+    share: float
+    """That goodput, from 0 to 1."""
+    failures: int
+    """Number of rounds that ended in a failure or a loss."""
+    between_s: float
+    """Seconds between two of them, without suspensions."""
+    recovery_s: float
+    """Seconds from a failure to the next step, without repeated steps."""
+    save_s: float
+    """Seconds for which a save stops the training; 0 if no save was reported."""
+    interval_s: float
+    """Seconds between two saves with which it is reached."""
+
+
 class GoodputStatus(_StatusModel):
     """Where the time of a job went."""
 
@@ -424,6 +456,8 @@ class GoodputStatus(_StatusModel):
     share: float | None = None
     """Productive part of the time without suspensions, from 0 to 1; absent until a step is
     reported."""
+    ceiling: GoodputCeiling | None = None
+    """The best goodput that could be reached; absent before the first failure."""
     seconds: dict[str, float] = Field(default_factory=dict)
     """Seconds by bucket (:class:`TimeBucket`); a bucket without any is left out."""
 
@@ -484,6 +518,8 @@ class JobStatus(_StatusModel):
     """Number of new rounds by cause: failure, loss, drain, scale, join."""
     failures: dict[str, int] = Field(default_factory=dict)
     """Number of failures by class: workers whose failure was a first cause, and lost nodes."""
+    host_faults: list[HostFault] = Field(default_factory=list)
+    """The newest faults that are attributed to a host, at most 32."""
     goodput: GoodputStatus | None = None
     """Where the time of the job went."""
     last_failure: Failure | None = None
@@ -694,6 +730,8 @@ class ElasticJobStatus(_StatusModel):
     allocation: NodeAllocation | None = None
     """Nodes that the job may have; absent if nothing limits it. Written by the operator if its
     allocator is enabled (docs/autoscaling.md), else by whoever shares the cluster among jobs."""
+    bad_hosts: BadHosts | None = None
+    """Hosts that have failed in several jobs; absent if there are none. Written by the operator."""
     selector: str | None = None
     """Label selector of the worker Pods, for ``/scale``."""
     training: Training | None = None

@@ -141,6 +141,7 @@ class SaveStarter:
         attempt.missed = False
         self._replicas.staged(attempt.id, marked=bool(attempt.staging.facts["copy"]))
         self._stats.saves += 1
+        session.spend("saves", 1)
         self._stats.cost_s += time.perf_counter() - began
         return True
 

@@ -519,8 +519,8 @@ def spend(on: str, seconds: float) -> None:
     :class:`dlrover_py.trainer.Checkpointer` and data loaders call this.
 
     Args:
-        on: ``data``, ``save`` or ``load``.
-        seconds: the time.
+        on: ``data``, ``save`` or ``load``; ``saves`` counts saves instead.
+        seconds: the time, or the number of saves.
     """
     _current().spend(on, seconds)
 

@@ -61,7 +61,7 @@ async def _run(settings: Settings) -> None:
         Exception: The server of the pages or the work on jobs has failed; its error ends both.
     """
     from dlrover_operator import health
-    from dlrover_operator.loop import Operator
+    from dlrover_operator.loop import Features, Operator
 
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -75,8 +75,7 @@ async def _run(settings: Settings) -> None:
             settings.masters,
             settings.namespaces,
             shared=settings.shared,
-            kueue=settings.kueue,
-            gangs=settings.gangs,
+            features=Features(settings.kueue, settings.gangs, settings.bad_hosts),
         )
         serving = server(health.app(operator))
         port = pages.getsockname()[1]

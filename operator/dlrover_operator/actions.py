@@ -6,6 +6,7 @@ from typing import Literal
 from dlrover_operator.observed import Obj
 from dlrover_py.kubernetes.kinds import Kind
 from dlrover_py.protocol.autoscale import NodeAllocation
+from dlrover_py.protocol.hosts import BadHosts
 from dlrover_py.protocol.job import ElasticJob
 
 What = Literal[
@@ -98,6 +99,13 @@ class KeepPodGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class TellOfHosts:
+    """Write which hosts have failed in several jobs; None: there are none any more."""
+
+    bad_hosts: BadHosts | None
+
+
+@dataclass(frozen=True, slots=True)
 class SetStatus:
     """Write the operator's complete part of the status."""
 
@@ -125,6 +133,7 @@ Action = (
     | DeleteJob
     | Allot
     | KeepPodGroup
+    | TellOfHosts
     | SetStatus
     | RecordEvent
 )

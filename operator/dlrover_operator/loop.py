@@ -10,14 +10,22 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.metrics_core import GaugeMetricFamily
 
-from dlrover_operator import actions, allotment, credentials, kueue, manifests, plan
+from dlrover_operator import (
+    actions,
+    allotment,
+    credentials,
+    host_watch,
+    kueue,
+    manifests,
+    plan,
+)
 from dlrover_operator.allotment import SharedHosts
 from dlrover_operator.gangs import Gangs
 from dlrover_operator.manifests import Options
@@ -49,6 +57,8 @@ from dlrover_py.protocol.status import rfc3339, unix_seconds
 
 log = logging.getLogger("operator")
 
+HOSTS: Key = ("", "hosts")
+"""Key in the queue for the decision which hosts are bad."""
 ALLOT: Key = ("", "")
 """Key in the queue for the decision how many nodes each job may have."""
 QUEUES: Key = ("", "queues")
@@ -131,6 +141,18 @@ WATCHES = (
 JOBS, MASTER_SERVICES, MASTERS, MASTER_PODS = (watch.kind for watch in WATCHES)
 
 
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What an operator does only if it is asked for."""
+
+    kueue: bool = False
+    """Whether jobs may be in queues of Kueue."""
+    gangs: bool = False
+    """Whether PodGroups that templates name are kept."""
+    bad_hosts: host_watch.Mode = "off"
+    """What follows if hosts fail in several jobs."""
+
+
 class Operator:
     """The operator of the ElasticJobs of a cluster, or of some namespaces."""
 
@@ -141,8 +163,7 @@ class Operator:
         namespaces: tuple[str, ...] = (),
         *,
         shared: SharedHosts | None = None,
-        kueue: bool = False,
-        gangs: bool = False,
+        features: Features | None = None,
         registry: CollectorRegistry | None = None,
         timing: OperatorTiming | None = None,
     ) -> None:
@@ -153,12 +174,12 @@ class Operator:
             options: settings for all masters.
             namespaces: namespaces whose jobs are managed; empty: all namespaces.
             shared: hosts that the jobs share; None: each job takes what it finds.
-            kueue: whether jobs may be in queues of Kueue.
-            gangs: whether PodGroups that templates name are kept.
+            features: what the operator does beside that; None: nothing.
             registry: registry of the metrics; None: a new one.
             timing: times of the operator; None: the defaults.
         """
-        self._api, self._options = api, options
+        features = features or Features()
+        self._api, self._options, self._bad_hosts = api, options, features.bad_hosts
         self._timing = timing or OperatorTiming()
         self._scopes = namespaces or ("",)
         self.registry = registry or CollectorRegistry()
@@ -189,9 +210,9 @@ class Operator:
         parts: _Parts = {"changed": self._allot_soon, "failed": self._metrics.note_failure}
         if shared is not None:
             self._sharing = Sharing(api, shared, self._scopes, **parts)
-        if kueue:
+        if features.kueue:
             self._queues = Queues(api, self._scopes, **parts)
-        if gangs:
+        if features.gangs:
             self._gangs = Gangs(api, self._scopes, **parts | {"changed": self._plan_all})
 
     # --- Start and health ---
@@ -388,6 +409,8 @@ class Operator:
         """
         if key in (ALLOT, QUEUES):
             return await self._allot(key)
+        if key == HOSTS:
+            return await self._tell_of_hosts()
         seen = self._observed(key)
         if seen is None:
             self._failures.pop(key, None)
@@ -448,12 +471,20 @@ class Operator:
         for source, decides in ((ALLOT, self._sharing), (QUEUES, self._queues)):
             if decides is not None:
                 self._queue.add_after(source, self._timing.allot_after_s)
+        self._queue.add_after(HOSTS, self._timing.hosts_after_s)
+
+    async def _tell_of_hosts(self) -> str:
+        """Tell jobs of hosts that have failed in several jobs; return the result for metrics."""
+        jobs = {key: named[key[1]].view for key, named in self._cache[JOBS].items()}
+        writes = host_watch.decide(jobs.values(), self._bad_hosts, self._api.wall())
+        return await self._write_all(
+            HOSTS, jobs, {key: actions.TellOfHosts(bad) for key, bad in writes.items()}
+        )
 
     async def _allot(self, source: Key) -> str:
         """Write how many nodes each job may have; return the result for the metrics.
 
-        Nothing is written before all objects were listed once. A refusal of one job does not keep
-        the others from their allocations: each of them is right without the rest.
+        Nothing is written before all objects were listed once.
 
         Args:
             source: who decides, ``ALLOT`` or ``QUEUES``.
@@ -463,20 +494,41 @@ class Operator:
             return "unchanged"  # the next list causes a decision
         jobs = {key: named[key[1]].view for key, named in self._cache[JOBS].items()}
         writes = decides.writes(jobs.values(), self._api.wall())
+        allot = {key: one if one is None else actions.Allot(one) for key, one in writes.items()}
+        return await self._write_all(source, jobs, allot, decides)
+
+    async def _write_all(
+        self,
+        decision: Key,
+        jobs: Mapping[Key, Obj],
+        writes: Mapping[Key, actions.Action | None],
+        decides: Sharing | Queues | None = None,
+    ) -> str:
+        """Carry out what was decided about several jobs; return the result for the metrics.
+
+        A refusal of one job does not keep the others from theirs: each is right without the rest.
+
+        Args:
+            decision: Key in the queue of the decision, which is made again later.
+            jobs: All ElasticJobs.
+            writes: What to do, by job; None: only what a queue has to do for it.
+            decides: Who has decided, if it says when to decide again.
+        """
         failure: KubeError | None = None
-        for key, allocation in writes.items():
+        for key, action in writes.items():
             try:
-                if allocation is not None:
-                    await self._do(key, jobs[key], actions.Allot(allocation))
+                if action is not None:
+                    await self._do(key, jobs[key], action)
                 if isinstance(decides, Queues):
                     await decides.finish(key)
             except KubeError as error:
                 failure = error
         if failure is not None:
-            return self._retry_later(source, failure)
-        self._failures.pop(source, None)
+            return self._retry_later(decision, failure)
+        self._failures.pop(decision, None)
+        again_s = RESYNC_S if decides is None else decides.again_s
         wait_s = random_delay_s(0.8 * RESYNC_S, RESYNC_S)
-        self._queue.add_after(source, min(wait_s, decides.again_s))
+        self._queue.add_after(decision, min(wait_s, again_s))
         return "done" if writes else "unchanged"
 
     def _plan(self, seen: ObservedJob, now: float) -> JobPlan:
@@ -570,14 +622,9 @@ class Operator:
             case actions.DeleteJob(its):
                 await api.delete(JOBS, name, namespace, uid=its, propagation="Background")
             case actions.Allot(allocation):
-                meta = {"name": name, "namespace": namespace, "uid": uid}
                 granted = None if allocation is None else allocation.model_dump(by_alias=True)
-                there = await api.apply(
-                    JOBS,
-                    {"metadata": meta, "status": {"allocation": granted} if granted else {}},
-                    manager=names.ALLOCATOR_MANAGER,
-                    subresource="status",
-                )
+                status = {"allocation": granted} if granted else {}
+                there = await self._apply_status(key, uid, names.ALLOCATOR_MANAGER, status)
                 if granted:  # the next decision must know it, even before the watch tells
                     self._keep(JOBS, _QueueItem(key, name, _without_unused(there)))
             case actions.KeepPodGroup(kind, obj, exists):
@@ -586,16 +633,23 @@ class Operator:
                     await api.patch(kind, obj["metadata"]["name"], patch, namespace)
                 else:
                     await api.create_or_own(kind, obj, uid)
+            case actions.TellOfHosts(bad):
+                status = {} if bad is None else {"badHosts": bad.model_dump(by_alias=True)}
+                await self._apply_status(key, uid, names.HOSTS_MANAGER, status)
             case actions.SetStatus(status):
-                meta = {"name": name, "namespace": namespace, "uid": uid}
-                await api.apply(
-                    JOBS,
-                    {"metadata": meta, "status": status},
-                    manager=names.OPERATOR_MANAGER,
-                    subresource="status",
-                )
-            case actions.RecordEvent(event_type, reason, message):
-                await self._record_event(key, job, event_type, reason, message)
+                await self._apply_status(key, uid, names.OPERATOR_MANAGER, status)
+            case actions.RecordEvent():
+                await self._record_event(key, job, action)
+
+    async def _apply_status(self, key: Key, uid: str, manager: str, status: Obj) -> Obj:
+        """Write all fields of the status that a manager owns; return the ElasticJob.
+
+        Raises:
+            KubeError: The API server refuses it, or does not answer.
+        """
+        meta = {"name": key[1], "namespace": key[0], "uid": uid}
+        obj = {"metadata": meta, "status": status}
+        return await self._api.apply(JOBS, obj, manager=manager, subresource="status")
 
     def _note_account(self, key: Key, account: Obj) -> None:
         """Record the creation time of the master's ServiceAccount.
@@ -631,9 +685,7 @@ class Operator:
             if not pod.leaving:
                 await self._api.delete(kinds.PODS, pod.name, key[0], uid=pod.uid)
 
-    async def _record_event(
-        self, key: Key, job: Obj, event_type: str, reason: str, message: str
-    ) -> None:
+    async def _record_event(self, key: Key, job: Obj, action: actions.RecordEvent) -> None:
         """Create an event whose name is derived from its contents, so that it is created once.
 
         An event that exists is left as it is. A refusal is only logged, because the condition of
@@ -642,11 +694,9 @@ class Operator:
         Args:
             key: Namespace and name of the job.
             job: The ElasticJob.
-            event_type: ``Normal`` or ``Warning``.
-            reason: A CamelCase word.
-            message: The text for people; if empty, the reason.
+            action: The event.
         """
-        event = _event(job, event_type, reason, message, self._api.wall())
+        event = _event(key, job, action, rfc3339(self._api.wall()))
         try:
             await self._api.create(kinds.EVENTS, event)
         except errors.AlreadyExistsError:
@@ -717,49 +767,55 @@ class _OperatorMetrics:
 def _without_unused(obj: Obj) -> Obj:
     """Return a job without the parts that the operator does not use, to save memory.
 
-    There may be a thousand jobs in memory. Of each node only its phase is kept. The object itself
-    is not changed.
+    There may be a thousand jobs in memory. Of each node only phase and host are kept. The object
+    itself is not changed.
     """
     meta = {k: v for k, v in obj["metadata"].items() if k != "managedFields"}
     status = obj.get("status") or {}
     training = status.get("training")
     if training:
-        kept = ("phase", "generation", "endedAt", "leftOut", "nodesInRound", "desired", "speed")
+        kept = (
+            *("phase", "generation", "endedAt", "leftOut", "nodesInRound", "desired", "speed"),
+            "hostFaults",
+        )
         lean = {k: training[k] for k in kept if k in training}
-        lean["nodes"] = [{"phase": n.get("phase")} for n in training.get("nodes") or ()]
+        lean["nodes"] = [
+            {part: n[part] for part in ("phase", "host") if n.get(part)}
+            for n in training.get("nodes") or ()
+        ]
         status = status | {"training": lean}
     return obj | {"metadata": meta, "status": status}
 
 
-def _event(job: Obj, event_type: str, reason: str, message: str, now: float) -> Obj:
-    """Return an event, whose name is derived from its contents.
+def _event(key: Key, job: Obj, action: actions.RecordEvent, now: str) -> Obj:
+    """Return the object of an event.
 
     Args:
+        key: Namespace and name of the job.
         job: The ElasticJob.
-        event_type: ``Normal`` or ``Warning``.
-        reason: A CamelCase word.
-        message: The text for people; if empty, the reason.
-        now: Unix time.
+        action: The event; without a message, its reason is the message.
+        now: Time as RFC 3339 writes it.
     """
     meta = job["metadata"]
-    identity = "\0".join((meta["uid"], str(meta.get("generation")), reason, message))
-    digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    namespace, name, at = meta["namespace"], meta["name"], rfc3339(now)
+    identity = "\0".join((meta["uid"], str(meta.get("generation")), action.reason, action.message))
     return {
-        "metadata": {"name": f"{name}.{digest}", "namespace": namespace},
+        "metadata": {
+            "name": f"{key[1]}.{hashlib.sha256(identity.encode()).hexdigest()[:16]}",
+            "namespace": key[0],
+        },
         "involvedObject": {
             "apiVersion": names.API_VERSION,
             "kind": names.KIND,
-            "name": name,
-            "namespace": namespace,
+            "name": key[1],
+            "namespace": key[0],
             "uid": meta["uid"],
         },
-        "type": event_type,
-        "reason": reason,
-        "message": message or reason,
+        "type": action.type,
+        "reason": action.reason,
+        "message": action.message or action.reason,
         "count": 1,
-        "firstTimestamp": at,
-        "lastTimestamp": at,
+        "firstTimestamp": now,
+        "lastTimestamp": now,
         "source": {"component": names.OPERATOR_MANAGER},
     }
 

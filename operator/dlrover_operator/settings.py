@@ -5,8 +5,10 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
+from typing import get_args
 
 from dlrover_operator.allotment import SharedHosts, quantity
+from dlrover_operator.host_watch import Mode
 from dlrover_operator.manifests import Options
 from dlrover_py.protocol import json_text
 from dlrover_py.protocol.errors import ConfigError
@@ -33,6 +35,8 @@ class Settings:
     """Whether jobs may be in queues of Kueue."""
     gangs: bool = False
     """Whether PodGroups that templates name are kept."""
+    bad_hosts: Mode = "tell"
+    """What follows if hosts fail in several jobs."""
 
     @classmethod
     def parse(cls, argv: Sequence[str] | None = None) -> "Settings":
@@ -60,8 +64,16 @@ class Settings:
         if args.master_resources:
             options = replace(options, resources=_resources(args.master_resources))
         namespaces = tuple(dict.fromkeys(args.namespace))
-        shared = _shared(args)
-        return cls(options, namespaces, args.health, args.log_level, shared, args.kueue, args.gangs)
+        return cls(
+            options,
+            namespaces,
+            args.health,
+            args.log_level,
+            _shared(args),
+            kueue=args.kueue,
+            gangs=args.gangs,
+            bad_hosts=args.bad_hosts,
+        )
 
 
 def _resources(text: str) -> dict[str, object]:
@@ -233,6 +245,13 @@ def _parser() -> argparse.ArgumentParser:
         "--gangs",
         action="store_true",
         help="keep the PodGroups that Pod templates name for Volcano or the coscheduling plug-in",
+    )
+    p.add_argument(
+        "--bad-hosts",
+        choices=get_args(Mode),
+        default="tell",
+        help="what follows if a host fails in several jobs: nothing, a notice to all jobs, or new "
+        "nodes avoid it, too (default: %(default)s)",
     )
     p.add_argument("--log-level", default="INFO", choices=LEVELS)
     return p

@@ -25,6 +25,8 @@ class OperatorTiming:
     A server may take some time to free the address of a deleted Service."""
     allot_after_s: float = 1.0
     """Time after a change until nodes are allotted again, with all changes in between."""
+    hosts_after_s: float = 10.0
+    """Time after a change until it is decided again which hosts are bad."""
     api_server_start_s: float = API_SERVER_START_S
     """Time for which a missing permission may be caused by the start of the API server."""
 

@@ -24,7 +24,8 @@ import pytest
 
 from dlrover_operator import manifests
 from dlrover_operator.allotment import SharedHosts
-from dlrover_operator.loop import WATCHES, Operator
+from dlrover_operator.host_watch import Mode
+from dlrover_operator.loop import WATCHES, Features, Operator
 from dlrover_operator.manifests import Options
 from dlrover_operator.timing import OperatorTiming
 from dlrover_py.kubernetes.client import KubeClient
@@ -92,9 +93,15 @@ async def operator(
     shared: SharedHosts | None = None,
     kueue: bool = False,
     gangs: bool = False,
+    bad_hosts: Mode = "off",
 ) -> AsyncIterator[OpenOperator]:
     made = OpenOperator(
-        kube, OPTIONS, namespaces, timing=timing, shared=shared, kueue=kueue, gangs=gangs
+        kube,
+        OPTIONS,
+        namespaces,
+        timing=timing,
+        shared=shared,
+        features=Features(kueue, gangs, bad_hosts),
     )
     running = asyncio.create_task(made.run())
     try:

@@ -3,7 +3,7 @@
 HOW is ``skip`` (the rank leaves out a collective), ``mismatch`` (it calls another), ``lock`` (it
 waits for a lock that it holds), ``loader`` (its data loader blocks), ``early`` (its data end
 earlier), ``freeze`` (it stops itself), ``slow`` (it computes for long) or ``none``. With ``silent``
-before it, as in ``silent-lock``, the script reports no steps.
+before it, as in ``silent-lock``, the script prints its steps and does not report them.
 """
 
 import os
@@ -72,7 +72,9 @@ def main() -> None:
         if here and step == at and how == "skip":
             threading.Event().wait()
         time.sleep(0.05)
-        if not silent:
+        if silent:
+            os.write(1, f"rank {rank} step {step}\n".encode())
+        else:
             session.report_step(step, None if at < STEPS else STEPS)
     dist.barrier()
     dist.destroy_process_group()

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from dlrover_agent.settings import Command, OutputSettings
+from dlrover_agent.workers.log_rules import LogWatch, WatchedStream
 from dlrover_agent.workers.plugins import logs_specs
 from dlrover_agent.workers.streams import OutputDestination, WorkerStream
 from dlrover_py.process.blocking import (
@@ -73,6 +74,8 @@ class Logs:
         Raises:
             ConfigError: If the folder cannot be made, or the requested logs specs cannot be used.
         """
+        self.watch = LogWatch()
+        """Applies the log rules to the output of the workers."""
         self._command, self._node_id = command, node_id
         self._rounds = 0
         self._disk = BackgroundThread("log-folders")
@@ -96,7 +99,7 @@ class Logs:
 
         The wait for the disk and for logs specs takes ``FOLDERS_S`` at most. After the limit, a
         warning is logged and the workers write to the console only. Each call for a round, but not
-        for a check, counts up the number in the folder's name.
+        for a check, counts up the number in the folder's name, and begins to apply the log rules.
 
         Args:
             a: The assignment of the round.
@@ -108,6 +111,8 @@ class Logs:
             changed the environments.
         """
         attempt = f"check_{a.check}"
+        rules = (self._command.log_rules, a.log_rules) if not a.check else ((), "")
+        self.watch.new_round(a.round, *rules)
         if not a.check:
             attempt, self._rounds = f"attempt_{self._rounds}", self._rounds + 1
         copies = [dict(env) for env in envs]
@@ -413,6 +418,7 @@ class StreamPump:
         files: LogFiles,
         *,
         terminal: bool = False,
+        watched: WatchedStream | None = None,
     ) -> None:
         """Open a pipe for the worker, or a pseudoterminal.
 
@@ -422,6 +428,7 @@ class StreamPump:
             files: Writer for the log files.
             terminal: Whether the agent's own stream is a terminal. If the worker's stream is shown
                 unchanged, the worker then gets a pseudoterminal.
+            watched: Takes in the stream for the log rules; None without rules.
 
         Raises:
             OSError: There are no more file descriptors.
@@ -434,6 +441,7 @@ class StreamPump:
         self._filtered = files.file(stream.filtered) if stream.filtered is not None else None
         self._prefix = stream.prefix.encode()
         self._filters = [word.encode() for word in stream.words]
+        self._watched = watched
         self._partial_line = b""
         self._new_line = True
         self._tail: collections.deque[tuple[float, bytes]] = collections.deque()
@@ -494,6 +502,8 @@ class StreamPump:
                 break
             self._distribute(data)
         os.close(self._fd)
+        if self._watched is not None:
+            self._watched.end()
         if self._filtered is not None:
             self._write_filtered(b"\n" if self._partial_line else b"")
             self._filtered.close()
@@ -537,6 +547,8 @@ class StreamPump:
         self._tail_bytes += len(self._tail[-1][1])
         while self._tail_bytes - len(self._tail[0][1]) >= MAX_TAIL:
             self._tail_bytes -= len(self._tail.popleft()[1])
+        if self._watched is not None:
+            self._watched.take(data)
         for file in self._files:
             file.write(data)
         if self._filtered is not None:

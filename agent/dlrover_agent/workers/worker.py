@@ -182,16 +182,23 @@ class WorkerFactory:
         env = {**self._envs[local_rank], "TORCHELASTIC_ERROR_FILE": to.error_file}
         error_file = Path(to.error_file) if to.error_file else None
         # Standard error always has a pump, which keeps the last output: it says why a worker died.
-        errors = StreamPump(to.err, self._stderr, self._files, terminal=os.isatty(2))
+        rank = assignment.rank_offset + local_rank
+        watched = [self._logs.watch.stream(rank) for _ in range(2)]
+        files, terminals = self._files, [os.isatty(1), os.isatty(2)]
+        errors = StreamPump(to.err, self._stderr, files, terminal=terminals[1], watched=watched[1])
         try:
-            out = None if to.out.plain else StreamPump(to.out, self._stdout, self._files)
+            out = None
+            if watched[0] is not None or not to.out.plain:
+                out = StreamPump(
+                    to.out, self._stdout, files, terminal=terminals[0], watched=watched[0]
+                )
         except OSError:
             errors.close()
             os.close(errors.end)
             raise
         worker = Worker(
             local_rank,
-            assignment.rank_offset + local_rank,
+            rank,
             self._argv(assignment, local_rank),
             env,
             error_file,

@@ -11,6 +11,7 @@ from dlrover_py.master.core.rendezvous import CandidateNode, RoundMembers, arran
 from dlrover_py.master.core.transitions import Transitions
 from dlrover_py.protocol.agents import AgentReport
 from dlrover_py.protocol.errors import ExitCode
+from dlrover_py.protocol.hosts import HostFaultKind
 from dlrover_py.protocol.names import NodeId, Round, id_key
 from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.status import JobPhase, NodePhase
@@ -47,9 +48,10 @@ class Admission:
         """
         if report.check is not None:
             self.live.health.take(node.id, report.checks, report.check)
-        if not report.precheck or node.leaving or self.state.trains(node.id, node.incarnation):
+        wanted = report.precheck
+        if wanted is None or node.leaving or self.state.trains(node.id, node.incarnation):
             return
-        if self.live.health.enter(node.id, node.incarnation, exclude_slow=report.exclude_straggler):
+        if self.live.health.enter(node.id, node.incarnation, exclude_slow=wanted.exclude_slow):
             self.state.changed()
         held = node.id in self.live.health.open
         if held != node.held:
@@ -260,6 +262,6 @@ class Admission:
             )
             return
         if self.live.rules.can_create:
-            self._capacity.ban_host(node)
+            self._capacity.ban_host(node, HostFaultKind.CHECK)
             self._capacity.replace(node, event)
         self._capacity.dismiss(node, reason, ExitCode.FAILED)

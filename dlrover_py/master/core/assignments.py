@@ -8,11 +8,13 @@ from dlrover_py.master.core.nodes import Node
 from dlrover_py.master.core.state import BEFORE_KILL_S, PLANNED, TransientState
 from dlrover_py.protocol.agents import Assignment, Directive
 from dlrover_py.protocol.errors import ExitCode
+from dlrover_py.protocol.log_rules import LOG_RULES, LogRule
 from dlrover_py.protocol.names import NodeId, id_key
 from dlrover_py.protocol.status import JobPhase
 
 COSMETIC_FIELDS = (
     *("checkpoint", "loader", "snapshot", "peer", "persist", "stay_until_stored", "last_step_s"),
+    "log_rules",
 )
 """Fields of an assignment that change nothing about the workers."""
 
@@ -24,6 +26,8 @@ class Assignments:
         self.state, self.live, self.log = context.state, context.live, context.log
         self._newest: dict[NodeId, Assignment] = {}
         """The newest assignment of each node."""
+        self._rules: tuple[list[LogRule], str] | None = None
+        """The log rules of the spec, and the same as JSON."""
 
     def send(self, node: Node) -> None:
         """Assign a node what it has to do in the present state: stop, run, check or wait.
@@ -150,6 +154,7 @@ class Assignments:
             lease_s=self.live.pace.lease_s,
             checkpoint=self.live.checkpoint_policy,
             snapshot=self.live.snapshot if directive is Directive.RUN else 0,
+            log_rules=self._log_rules(),
             loader=self.state.tuning.settings(),
             peer=self.live.checkpoints.peer(node.id) if directive is Directive.RUN else None,
             persist=self.live.checkpoints.persist_request(node.id, self.state.term),
@@ -182,6 +187,15 @@ class Assignments:
         if self.state.phase is not JobPhase.FORMING or world.members[0].node != node.id:
             return False
         return node.report is None or node.report.follows < world.round
+
+    def _log_rules(self) -> str:
+        """Return the job's log rules as JSON; empty if it has none."""
+        rules = self.live.spec.spec.diagnosis.log_rules
+        if not rules:
+            return ""
+        if self._rules is None or self._rules[0] is not rules:
+            self._rules = rules, LOG_RULES.dump_json(rules, exclude_defaults=True).decode()
+        return self._rules[1]
 
     def _last_step_s(self) -> float:
         """Return the seconds that workers have to end the same last step of a round.

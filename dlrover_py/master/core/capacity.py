@@ -12,6 +12,7 @@ from dlrover_py.master.core.state import ReplacementSlot
 from dlrover_py.master.core.transitions import Transitions
 from dlrover_py.protocol.agents import Directive
 from dlrover_py.protocol.errors import ExitCode
+from dlrover_py.protocol.hosts import HostFaultKind
 from dlrover_py.protocol.names import NodeId, id_key
 from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.status import JobPhase
@@ -39,6 +40,8 @@ class Capacity:
         self._checkpointing = checkpointing
         self.unlisted = False
         """Whether the existing nodes are unknown: there is neither a journal nor a list yet."""
+        self._readmitted: set[str] = set()
+        """Hosts that are bad for other jobs, and on which alone there was room for a node."""
         self._avoiding_hosts = {n for n, record in self.state.nodes.items() if record.avoid}
         """Nodes that were requested with a list of hosts to avoid, and have not reported yet."""
 
@@ -83,7 +86,7 @@ class Capacity:
         due = [slot for slot in self.state.replacement_slots if slot.not_before <= self.live.now]
         later = [slot for slot in self.state.replacement_slots if slot.not_before > self.live.now]
         fresh = missing - len(due) - len(later)
-        avoid = self.live.hosts.banned(self.live.now)
+        avoid = self._avoided_hosts()
         restart = self.live.spec.spec.restart
         for slot in due + [ReplacementSlot(relaunches=0)] * fresh:
             node_id = NodeId(f"n{self.state.next_node}")
@@ -119,7 +122,8 @@ class Capacity:
             until = node.pending_since + NO_ROOM_S
             if self.live.now >= until:
                 self.live.hosts.lift_bans(node.record.avoid)
-            elif set(node.record.avoid) <= set(self.live.hosts.banned(self.live.now)):
+                self._readmitted.update(node.record.avoid)
+            elif set(node.record.avoid) <= set(self._avoided_hosts()):
                 self.live.wake(until, self.live.hosts.next_end(self.live.now))
                 continue
             message = (
@@ -204,13 +208,26 @@ class Capacity:
             relaunches=relaunches, failed_before_report=failed_before_report, not_before=not_before
         )
 
-    def ban_host(self, node: Node) -> None:
+    def _avoided_hosts(self) -> tuple[str, ...]:
+        """Return the hosts on which no new node may be placed now."""
+        banned, bad = self.live.hosts.banned(self.live.now), self.live.spec.bad_hosts
+        if bad is None or not self.live.rules.avoids_hosts:
+            return banned
+        return tuple(sorted({*banned, *bad.avoid} - (self._readmitted - {*banned})))
+
+    def ban_host(self, node: Node, kind: HostFaultKind) -> None:
         """Count a strike against the node's host, which may be at fault, and ban it for a while.
 
-        Nothing happens if its host is not known, or no living node is on another host. The same
-        holds where nodes come by themselves, or the platform cannot keep nodes off hosts.
+        The fault is noted for other jobs, too. No host is banned if it is not known, or if no
+        living node is on another one. The same holds where nodes come by themselves, or where the
+        platform cannot keep nodes off hosts.
+
+        Args:
+            node: The node.
+            kind: What has happened.
         """
         live, host = self.live, node.host
+        self.state.note_host_fault(host, live.wall, kind)
         bans = live.rules.can_create and live.rules.avoids_hosts and host
         if bans and any(n.alive and n.host != host for n in live.nodes):
             live.hosts.strike(host, live.now, live.wall)

@@ -13,6 +13,7 @@ from dlrover_py.master.core.tuning import Tuning
 from dlrover_py.protocol.agents import FailureClass
 from dlrover_py.protocol.commands import ELASTIC_RUN
 from dlrover_py.protocol.errors import ExitCode
+from dlrover_py.protocol.hosts import HostFaultKind
 from dlrover_py.protocol.names import NodeId, id_key
 from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.status import JobPhase, NodePhase
@@ -259,7 +260,7 @@ class Departures:
         )
         for lost in self.live.nodes.expire(self.live.now, spared_until):
             if not lost.free:
-                self._capacity.ban_host(lost.node)
+                self._capacity.ban_host(lost.node, HostFaultKind.LOST)
             self.node_lost(lost.node, lost.why, free=lost.free)
 
     def prune_gone_nodes(self) -> None:

@@ -22,8 +22,9 @@ from dlrover_py.master.core.policy import (
 from dlrover_py.master.core.state import NON_DISRUPTIVE
 from dlrover_py.master.core.transitions import Transitions
 from dlrover_py.master.core.tuning import Tuning
-from dlrover_py.protocol.agents import FailureKind, WorkerFailure
+from dlrover_py.protocol.agents import FailureClass, FailureKind, WorkerFailure
 from dlrover_py.protocol.errors import ExitCode
+from dlrover_py.protocol.hosts import HostFaultKind
 from dlrover_py.protocol.names import NodeId
 from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.status import Failure, JobPhase
@@ -183,6 +184,8 @@ class Failures:
             at=self.live.wall, node=node.id, round=self.state.round, worker=failure
         )
         self.state.count_failure(failure.failure_class)
+        if failure.failure_class is FailureClass.HARDWARE:
+            self.state.note_host_fault(node.host, self.live.wall, HostFaultKind.HARDWARE)
         message = f"{node.id}: {in_words(failure)}"
         if failure.out_of_memory:
             self.state.out_of_memory = message

@@ -1,12 +1,13 @@
 """The progress of training, and where the time of the job went."""
 
+from dlrover_py.master.core.ceiling import best_goodput
 from dlrover_py.master.core.events import Kind
 from dlrover_py.master.core.history import CoreContext
 from dlrover_py.master.core.nodes import Node
 from dlrover_py.master.core.state import NON_DISRUPTIVE
 from dlrover_py.protocol.agents import Progress
 from dlrover_py.protocol.reasons import EventReason
-from dlrover_py.protocol.status import GoodputStatus, JobPhase, TimeBucket
+from dlrover_py.protocol.status import GoodputCeiling, GoodputStatus, JobPhase, TimeBucket
 from dlrover_py.protocol.words import are, counted
 
 _OF_WORKERS = {
@@ -47,6 +48,7 @@ class Goodput:
         account.advance(self.live.steady_wall)
         spent = {bucket: progress.spent.get(name, 0.0) for name, bucket in _OF_WORKERS.items()}
         account.take(TimeBucket.PROGRAM_STARTUP if first else TimeBucket.PRODUCTIVE, spent)
+        account.take_saves(progress.spent.get("saves", 0.0))
         speed, account.steps_per_s = (
             account.steps_per_s,
             progress.steps_per_s or account.steps_per_s,
@@ -117,14 +119,40 @@ class Goodput:
         return GoodputStatus(
             wall_s=round(sum(seconds.values()), 3),
             share=round(share, 4) if self.state.lost_s else None,
+            ceiling=self._ceiling(seconds, counted_s),
             seconds={bucket: round(one, 3) for bucket, one in seconds.items()},
+        )
+
+    def _ceiling(self, seconds: dict[TimeBucket, float], counted_s: float) -> GoodputCeiling | None:
+        """Return the best goodput that could be reached; None before the first failure.
+
+        Args:
+            seconds: Where the time went, by bucket.
+            counted_s: The time without suspensions, in seconds.
+        """
+        failures = sum(self.state.restarts.get(kind, 0) for kind in ("failure", "loss"))
+        if not failures or not self.state.lost_s or counted_s <= 0:
+            return None
+        lost_s = sum(self.state.lost_s.get(kind, 0.0) for kind in ("failure", "loss"))
+        lost_s += seconds.get(TimeBucket.STANDSTILL, 0.0)
+        lost_s -= seconds.get(TimeBucket.WASTED_PROGRESS, 0.0)
+        recovery_s, between_s = max(0.0, lost_s) / failures, counted_s / failures
+        save_s = seconds.get(TimeBucket.CHECKPOINT_SAVE, 0.0) / max(1.0, self._account.saves)
+        share, interval_s = best_goodput(between_s, recovery_s, save_s)
+        return GoodputCeiling(
+            share=round(share, 4),
+            failures=failures,
+            between_s=round(between_s, 3),
+            recovery_s=round(recovery_s, 3),
+            save_s=round(save_s, 4),
+            interval_s=round(interval_s, 3),
         )
 
     def _begin_round(self) -> None:
         """Begin to count what the workers of a new round report."""
         if self._round != self.state.round:
             self._round, self._step, self._moved_at = self.state.round, -1, self.live.now
-            self._account.reported.clear()
+            self._account.begin_round()
 
     def _bucket(self) -> TimeBucket:
         """Return the bucket in which time passes now."""

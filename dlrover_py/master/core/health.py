@@ -16,6 +16,7 @@ from pydantic import dataclasses as records
 
 from dlrover_py.protocol.agents import CheckResult, Count
 from dlrover_py.protocol.names import NodeId, id_key
+from dlrover_py.protocol.status import HostFault
 
 SLOW = 2.0
 """A node is slow if it takes this many times the median, as in DLRover."""
@@ -67,8 +68,10 @@ class NodeHealthRecord(BaseModel):
 
 @records.dataclass(slots=True, kw_only=True)
 class JobHealthRecord:
-    """All that outlives the master about the checks of a job."""
+    """All that outlives the master about the health of a job's nodes and hosts."""
 
+    host_faults: list[HostFault] = field(default_factory=list)
+    """The newest faults that are attributed to a host, for other jobs."""
     number: Count = 0
     """Number of the newest step of checks."""
     node_records: dict[NodeId, NodeHealthRecord] = field(default_factory=dict)

@@ -14,6 +14,7 @@ from dlrover_py.master.core.autoscaler import Autoscaler
 from dlrover_py.master.core.capacity import Capacity
 from dlrover_py.master.core.checkpointing import Checkpointing
 from dlrover_py.master.core.departures import Departures
+from dlrover_py.master.core.diagnosis.log_rules import LogFindings
 from dlrover_py.master.core.diagnosis.slow import SlowJob
 from dlrover_py.master.core.diagnosis.watch import Diagnosis
 from dlrover_py.master.core.diagnosis.wrong import WrongValues
@@ -102,7 +103,7 @@ class Job:
         self._wrong, self._slow = WrongValues(context, failures, transitions), SlowJob(context)
         training = TrainingReports(context, transitions, failures, self._goodput, tuning)
         self._reports = Reports(context, assignments, admission, departures, failures, training)
-        self._status = StatusReport(context, self._goodput)
+        self._log_rules, self._status = LogFindings(context), StatusReport(context, self._goodput)
         self._written = -1
         """Generation of the state that was returned last."""
         state.accept(spec)
@@ -202,6 +203,7 @@ class Job:
         self._reports.record_joined()
         self._departures.expire()
         self._spec_changes.suspend_or_resume()
+        self._log_rules.decide()
         self._diagnosis.decide()
         self._wrong.decide()
         self._slow.decide()
@@ -248,6 +250,7 @@ class Job:
             case Reported(node_id, report):
                 self._reports.take(node_id, report)
                 self._sharding.take_report(node_id, report)
+                self._log_rules.take_report(node_id, report)
                 self._diagnosis.take_report(node_id, report)
                 self._wrong.take_report(node_id, report)
                 self._slow.take_report(node_id, report)

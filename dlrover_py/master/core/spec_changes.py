@@ -57,6 +57,10 @@ class SpecChanges:
         lease_s = max(pace.lease_s, self.live.pace.lease_s)
         self.live.pace = replace(pace, lease_s=lease_s)
         self.live.nodes.lease_s = lease_s
+        if job.bad_hosts != old.bad_hosts and not self.state.phase.ended:
+            bad = job.bad_hosts
+            text = "no host has failed in several jobs any more" if bad is None else bad.reason
+            self.log.record(EventReason.BAD_HOSTS, text, warning=bad is not None)
         if self.state.phase.ended or (job.spec, job.allocation) == (old.spec, old.allocation):
             return
         self.state.accept(job)

@@ -39,6 +39,7 @@ from dlrover_py.protocol.agents import (
     WorkerFailure,
 )
 from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.hosts import HostFaultKind
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import NodeId, Round, Term
 from dlrover_py.protocol.reasons import ConditionReason
@@ -46,6 +47,7 @@ from dlrover_py.protocol.sdk import MAX_LOADER_WORKERS, MAX_MICRO_BATCH, MAX_TUN
 from dlrover_py.protocol.status import (
     DiagnosisStatus,
     Failure,
+    HostFault,
     JobEvent,
     JobPhase,
     MeasuredSpeed,
@@ -155,6 +157,8 @@ class ServersRecord(_JournalModel):
     """Number of servers that were lost lately."""
 
 
+HOST_FAULTS_KEPT = 32
+"""Number of the newest faults of hosts that are kept."""
 WRITTEN_LATER = {"events", "max_step", "next_event", "reason"}
 """Fields that change often and whose loss does no harm: they are written with the next change."""
 
@@ -186,7 +190,7 @@ class DurableState:
     pending_round: PendingRound | None = None
     """The next round, if one is needed."""
     health: JobHealthRecord = Field(default_factory=JobHealthRecord)
-    """Results of the node checks."""
+    """Results of the node checks, and faults of hosts."""
     hosts: dict[str, Strikes] = Field(default_factory=dict)
     """Strikes against hosts on which nodes were lost, by host name."""
     succeeded: Annotated[set[NodeId], PlainSerializer(sorted, list[NodeId])] = Field(
@@ -258,6 +262,19 @@ class DurableState:
         """Count a failure of this class."""
         self.failures[failure_class] = self.failures.get(failure_class, 0) + 1
         self.changed()
+
+    def note_host_fault(self, host: str, wall: float, kind: HostFaultKind) -> None:
+        """Note a fault of a host, for the operator; one on a host without a name is dropped.
+
+        Args:
+            host: Name of the host.
+            wall: Unix time.
+            kind: What has happened.
+        """
+        if host:
+            fault = HostFault(host=host, at=wall, kind=kind)
+            self.health.host_faults = [*self.health.host_faults, fault][-HOST_FAULTS_KEPT:]
+            self.changed()
 
     def changed(self) -> None:
         """Note a change: the state is written before the effects of this step are carried out."""
@@ -435,6 +452,10 @@ class TransientState:
     """Why the job stands still; empty if it does not any more, None if it never did."""
     wrong: str | None = None
     """Which values are wrong; empty if none are any more, None if none ever were."""
+    log_rule: str | None = None
+    """Which log rules apply; empty if none do any more, None if none ever did."""
+    log_hang: tuple[str, float] | None = None
+    """What a log rule has found whose verdict is a hang, and since when; None if none applies."""
     slow: str | None = None
     """Why steps are slow; empty if they are not any more, None if they never were."""
     checkpoint_policy: str = ""

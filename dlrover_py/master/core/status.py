@@ -85,6 +85,7 @@ class StatusReport:
             progress=self.live.progress[1] if self.live.progress is not None else None,
             restarts=self.state.restarts,
             failures=self.state.failures,
+            host_faults=self.state.health.host_faults,
             goodput=self._goodput.status(now),
             last_failure=self.state.last_failure,
             last_checkpoint=self._last_checkpoint(wall),
@@ -232,6 +233,11 @@ class StatusReport:
             why = ConditionReason.SLOW if slow else ConditionReason.RESOLVED
             text = slow or "steps take the usual time"
             self._set(ConditionType.SLOW, bool(slow), why, text, wall)
+        if self.live.log_rule is not None:
+            rule = self.live.log_rule if not self.state.phase.ended else ""
+            why = ConditionReason.LOG_RULE if rule else ConditionReason.RESOLVED
+            text = rule or "no log rule applies"
+            self._set(ConditionType.LOG_RULE, bool(rule), why, text, wall)
         desired, running = self.live.desired, self.state.phase is JobPhase.RUNNING
         if self.state.phase.ended:  # the number of nodes has no meaning for the job any more
             self._set(ConditionType.PODS_READY, False, ConditionReason.JOB_ENDED, ENDED, wall)

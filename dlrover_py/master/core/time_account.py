@@ -22,6 +22,10 @@ class TimeAccount(BaseModel):
     """The bucket of the time since ``at``."""
     reported: dict[TimeBucket, float] = Field(default_factory=dict)
     """Seconds that the workers of this round have reported, and that were moved."""
+    saves: float = 0.0
+    """Number of saves that workers have reported."""
+    reported_saves: float = 0.0
+    """Those of this round."""
     steps_per_s: float = 0.0
     """Speed of the last round that reported any."""
 
@@ -60,6 +64,16 @@ class TimeAccount(BaseModel):
         for bucket, total in totals.items():
             self.move(source, bucket, total - self.reported.get(bucket, 0.0))
             self.reported[bucket] = max(total, self.reported.get(bucket, 0.0))
+
+    def take_saves(self, total: float) -> None:
+        """Count the saves since the last report; ``total`` are those since the begin of a round."""
+        self.saves += max(0.0, total - self.reported_saves)
+        self.reported_saves = max(total, self.reported_saves)
+
+    def begin_round(self) -> None:
+        """Count from zero what the workers of a new round report."""
+        self.reported.clear()
+        self.reported_saves = 0.0
 
     def active_s(self, at: float) -> float:
         """Return the seconds until a time in which the job was not suspended."""

@@ -41,6 +41,8 @@ class Diagnosis:
         self._request = ""
         """The user's text for the snapshot that is under way; empty for another reason."""
         self._requested_at = 0.0
+        self._by_rule = False
+        """Whether a log rule that tells a hang applies."""
         self._still_s = 0.0
         """Seconds for which the job had stood still when the snapshot was requested."""
         self._asked: set[NodeId] = set()
@@ -103,6 +105,7 @@ class Diagnosis:
             self._clock.begin(live.now)
             self._idle.clear()
             self._look_at = 0.0
+            self._end_hang("the round is over")
         if self._round[1] is False or state.phase is not JobPhase.RUNNING or ends:
             self._drop()
             self._end_hang("the round is over")
@@ -115,11 +118,23 @@ class Diagnosis:
             state.snapshot_request = spec.snapshot
             self._begin("a user asked for it", request=spec.snapshot)
         elif spec.hang != "off" and not state.succeeded:
+            if self._by_rule and live.log_hang is None:
+                self._look_at = 0.0
+                self._end_hang("the log rule does not apply any more")
+            self._by_rule = live.log_hang is not None
             self._suspect(spec.silent_seconds)
 
     def _suspect(self, silent_s: int | None) -> None:
-        """Request a snapshot if the job has made no step for too long."""
+        """Request a snapshot if the job has made no step for too long, or a log rule says so."""
         now, clock = self.live.now, self._clock
+        if self.live.log_hang is not None:
+            found, since = self.live.log_hang
+            if now < self._look_at:
+                self.live.wake(self._look_at)
+                return
+            self._still_s = now - since
+            self._begin(found)
+            return
         if clock.step is None and silent_s is not None and self.live.progress is None:
             assert self.state.world is not None
             if len(self._idle) < len(self.state.world.members):
@@ -230,9 +245,9 @@ class Diagnosis:
         """Return whether a verdict is reported.
 
         A rank that uses its CPU may only be slow, as in an evaluation. It is a hang once it has
-        taken as long as a first step may.
+        taken as long as a first step may, or if a log rule says that it is one.
         """
-        return not verdict.busy or still_s >= self._clock.first_s
+        return not verdict.busy or still_s >= self._clock.first_s or self._by_rule
 
     def _report(self, verdict: HangVerdict, workers: list[WorkerSnapshot], still_s: float) -> None:
         """Record a hang, unless the same verdict holds already; restart the round if allowed."""
@@ -250,7 +265,8 @@ class Diagnosis:
             )
             self._hang = (verdict, event, since)
         self.live.hang = verdict.message
-        if self.live.spec.spec.diagnosis.hang == "act" and verdict.sure:
+        act = self.live.spec.spec.diagnosis.hang == "act" and verdict.sure
+        if act and (self._overdue() or _stands(workers, still_s)):
             self._act(verdict, workers)
 
     def _node_of(self, verdict: HangVerdict) -> NodeId | None:
@@ -291,3 +307,16 @@ class Diagnosis:
         seconds = self.live.now - since
         message = f"{why} after the job had stood still for {seconds:.0f} s"
         self.log.record(EventReason.HANG_OVER, message, cause=event)
+
+
+def _stands(workers: list[WorkerSnapshot], still_s: float) -> bool:
+    """Return whether a collective is open for half of a time, or none is open.
+
+    A log rule may miss a line of a job that trains. The ranks of such a job wait for a moment only.
+
+    Args:
+        workers: Snapshots of the ranks.
+        still_s: Seconds for which the job has stood still, as the log rule says.
+    """
+    ages = [one.age_s for worker in workers for one in worker.collectives if one.open]
+    return not ages or max(ages) >= still_s / 2

@@ -62,8 +62,8 @@ class ElasticJobWatcher:
     async def watch(self) -> None:
         """Queue an event for each change of the ElasticJob that matters to the core, indefinitely.
 
-        A new spec or allocation, a deletion and a passed deadline cause one; other changes of the
-        status do not.
+        A new spec or allocation, other bad hosts, a deletion and a passed deadline cause one; other
+        changes of the status do not.
         The deletion of a job whose Pods are to stay causes none. An ElasticJob that was replaced by
         another one of its name counts as deleted.
 
@@ -120,11 +120,8 @@ class ElasticJobWatcher:
                 why = condition.get("message") or "a deadline has passed"
                 return JobStopped(why, EventReason.DEADLINE_EXCEEDED)
         if self.job is not None and self.job.metadata.generation == meta.get("generation"):
-            allocation = ElasticJob.allocation_in(obj)
-            if allocation == self.job.allocation:
-                return None
-            self.job = self.job.allocated(allocation)
-            return JobChanged(self.job)
+            old, self.job = self.job, self.job.with_status_of(obj)
+            return None if self.job == old else JobChanged(self.job)
         try:
             return JobChanged(self.use(obj, self.job))
         except ConfigError as error:  # and no spec was accepted before: the job is gone
@@ -173,7 +170,7 @@ class ElasticJobWatcher:
         except ConfigError as error:
             if accepted is None:
                 raise
-            self.job = accepted.with_fields_of(obj).allocated(ElasticJob.allocation_in(obj))
+            self.job = accepted.with_fields_of(obj).with_status_of(obj)
             then = (
                 "the last accepted spec stays in use; only suspend and numbers of nodes are applied"
             )

@@ -1,0 +1,78 @@
+"""Tells which log rules apply. Agents search the lines of workers, and report what they find."""
+
+from dlrover_py.master.core.history import CoreContext
+from dlrover_py.master.core.state import NON_DISRUPTIVE
+from dlrover_py.protocol.agents import AgentReport, LogFinding
+from dlrover_py.protocol.names import NodeId
+from dlrover_py.protocol.reasons import EventReason
+from dlrover_py.protocol.status import JobPhase
+from dlrover_py.protocol.words import counted
+
+
+class LogFindings:
+    """The log rules of one job that apply now."""
+
+    def __init__(self, context: CoreContext) -> None:
+        self.state, self.live, self.log = context.state, context.live, context.log
+        self._found: dict[NodeId, tuple[int, list[LogFinding]]] = {}
+        """What each node reports, and its round; nodes that report nothing are left out."""
+        self._told: dict[str, tuple[int, float]] = {}
+        """The event of each rule that applies, and since when it applies."""
+
+    def take_report(self, node_id: NodeId, report: AgentReport) -> None:
+        """Take in what a member of the round has found."""
+        node = self.live.nodes.get(node_id)
+        if node is None or node.report is not report or report.follows != self.state.round:
+            return
+        if report.log_findings and self.state.trains(node_id, node.incarnation):
+            self._found[node_id] = (report.follows, report.log_findings)
+        else:
+            self._found.pop(node_id, None)
+
+    def decide(self) -> None:
+        """Record which rules apply since this step, and which do not any more."""
+        state, pending = self.state, self.state.pending_round
+        over = state.world is None or state.phase is not JobPhase.RUNNING
+        over |= pending is not None and pending.kind not in NON_DISRUPTIVE
+        applies: dict[str, list[tuple[NodeId, LogFinding]]] = {}
+        for node_id, (number, findings) in self._found.items():
+            for finding in findings if number == state.round else ():
+                applies.setdefault(finding.rule, []).append((node_id, finding))
+        if not applies and not self._told:
+            return
+        texts, self.live.log_hang = [], None
+        for rule, found in applies.items():
+            node_id, first = found[0]
+            texts.append(_in_words(found))
+            if rule not in self._told:
+                event = self.log.record(EventReason.LOG_RULE, texts[-1], node=node_id, warning=True)
+                self._told[rule] = event, self.live.now - self._expected_s(rule)
+            if first.verdict == "HANG" and self.live.log_hang is None:
+                self.live.log_hang = texts[-1], self._told[rule][1]
+        if over:  # told all the same: a worker may have died of what it has printed
+            self._found.clear()
+            applies.clear()
+            texts, self.live.log_hang = [], None
+        for rule in [rule for rule in self._told if rule not in applies]:
+            message = f"log rule {rule} does not apply any more" if rule else "the round is over"
+            event, _ = self._told.pop(rule)
+            self.log.record(EventReason.LOG_RULE_OVER, message, cause=event)
+        self.live.log_rule = "; ".join(texts)
+
+    def _expected_s(self, name: str) -> float:
+        """Return the seconds for which lines have stayed away when a rule begins to apply."""
+        rules = self.live.spec.spec.diagnosis.log_rules
+        found = (rule.expected_every_seconds for rule in rules if rule.name == name)
+        return float(next(found, None) or 0)
+
+
+def _in_words(found: list[tuple[NodeId, LogFinding]]) -> str:
+    """Return what one rule has found on all nodes, in one line."""
+    node_id, first = found[0]
+    if first.verdict == "UNUSED":
+        what = f"log rule {first.rule} is" if first.rule else "log rules are"
+        return f"{what} not used on node {node_id}: {first.said}"
+    others = sum(len(finding.ranks) for _, finding in found) - 1
+    more = f"; so do {counted(others, 'other rank')}" if others > 1 else ""
+    more = "; so does 1 other rank" if others == 1 else more
+    return f"log rule {first.rule}: {first.said} (node {node_id}){more}: {first.verdict}"

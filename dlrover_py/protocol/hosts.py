@@ -1,0 +1,30 @@
+"""Faults of hosts, and the hosts that have failed in several jobs."""
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.alias_generators import to_camel
+
+
+class HostFaultKind(StrEnum):
+    """How a host has failed a node."""
+
+    HARDWARE = "hardware"  # a device, its memory or its links failed under a worker
+    CHECK = "check"  # the node did not pass its check
+    LOST = "lost"  # the node fell silent, and nobody had asked it to leave
+
+
+class BadHosts(BaseModel):
+    """Hosts that have failed in several jobs of the cluster (docs/diagnosis.md)."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="ignore", alias_generator=to_camel, populate_by_name=True
+    )
+
+    hosts: list[str] = Field(default_factory=list, max_length=1000)
+    """Names of the hosts, the worst first."""
+    avoid: list[str] = Field(default_factory=list, max_length=1000)
+    """Those of them on which no new node of the job is placed; the others are only told."""
+    reason: Annotated[str, Field(max_length=4096)] = ""
+    """Why, in words."""

@@ -1,0 +1,86 @@
+"""Which jobs must be told of which bad hosts: from the objects of a cluster (pure functions).
+
+What is decided is written into ``status.badHosts`` of the jobs, and the faults are in their status,
+too. Nothing else is kept, so the operator may die between any two writes.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+from pydantic import ValidationError
+
+from dlrover_operator.facts import final_phase
+from dlrover_operator.observed import Key, Obj
+from dlrover_py.bad_hosts import HostPolicy, bad_hosts, host_records, in_words, to_avoid
+from dlrover_py.protocol import names
+from dlrover_py.protocol.hosts import BadHosts
+from dlrover_py.protocol.status import HostFault
+
+MOST = 100
+"""Most bad hosts of which jobs are told."""
+Mode = Literal["off", "tell", "act"]
+
+
+def decide(
+    jobs: Iterable[Obj], mode: Mode, now: float, policy: HostPolicy | None = None
+) -> dict[Key, BadHosts | None]:
+    """Return what must be written into the status of which jobs; None: no host is bad any more.
+
+    Jobs that have ended keep what they have, and their faults still count.
+
+    Args:
+        jobs: all ElasticJobs.
+        mode: ``off``: no host is bad. ``tell``: jobs are told. ``act``: they also avoid the worst.
+        now: Unix time.
+        policy: when a host is bad; None: the default.
+    """
+    policy, jobs = policy or HostPolicy(), list(jobs)
+    faults: dict[str, list[HostFault]] = {}
+    known, before = set[str](), set[str]()
+    told: dict[Key, BadHosts | None] = {}
+    for job in jobs:
+        meta, status = job["metadata"], job.get("status") or {}
+        training = status.get("training") or {}
+        faults[meta["uid"]] = of_job = list(_faults(training))
+        known |= {fault.host for fault in of_job}
+        known |= {host for node in training.get("nodes") or () if (host := node.get("host"))}
+        present = _bad_hosts(status)
+        before |= set(present.hosts if present is not None else ())
+        if not final_phase(status) and _runs_here(job):
+            told[meta["namespace"], meta["name"]] = present
+    found = bad_hosts(host_records(faults, now, policy), before, policy)[:MOST]
+    wanted: BadHosts | None = None
+    if found and mode != "off":
+        avoid = to_avoid(found, len(known), policy) if mode == "act" else []
+        then = f"new nodes avoid {', '.join(avoid)}" if avoid else "they are not avoided"
+        reason = f"hosts have failed in several jobs: {', '.join(map(in_words, found))}; {then}"
+        wanted = BadHosts(hosts=[r.name for r in found], avoid=avoid, reason=reason[:4096])
+    return {key: wanted for key, present in told.items() if _differ(present, wanted)}
+
+
+def _differ(present: BadHosts | None, wanted: BadHosts | None) -> bool:
+    """Return whether other hosts are bad, or something else follows; another reason is none."""
+    if present is None or wanted is None:
+        return present is not wanted
+    return [set(present.hosts), set(present.avoid)] != [set(wanted.hosts), set(wanted.avoid)]
+
+
+def _runs_here(job: Obj) -> bool:
+    return (job.get("spec") or {}).get("managedBy") in (None, names.MANAGED_BY)
+
+
+def _faults(training: Mapping[str, Obj]) -> Iterable[HostFault]:
+    """Yield the faults in the status of a job; those of another form are left out."""
+    for fault in training.get("hostFaults") or ():
+        try:
+            yield HostFault.model_validate(fault)
+        except ValidationError:
+            continue
+
+
+def _bad_hosts(status: Obj) -> BadHosts | None:
+    """Return the bad hosts in the status of a job; None if there are none of this form."""
+    try:
+        return BadHosts.model_validate(status.get("badHosts"))
+    except ValidationError:
+        return None

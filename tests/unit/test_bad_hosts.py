@@ -1,0 +1,232 @@
+"""Hosts that fail in several jobs: what is noted, counted, told and avoided."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlrover_operator.host_watch import decide
+from dlrover_py.bad_hosts import HostPolicy, bad_hosts, host_records, to_avoid
+from dlrover_py.master.core.events import JobChanged, NodeSeen
+from dlrover_py.protocol.agents import (
+    Confidence,
+    FailureCause,
+    FailureClass,
+    FailureKind,
+    WorkerFailure,
+)
+from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.hosts import BadHosts, HostFaultKind
+from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.protocol.names import NodeId
+from dlrover_py.protocol.reasons import EventReason
+from dlrover_py.protocol.status import HostFault
+from tests.builders import Bench, elastic_job, job_file, running
+
+POLICY = HostPolicy()
+DAY = POLICY.half_life_s
+NAMES = [f"h{i}" for i in range(6)]
+FAULTS = st.builds(
+    HostFault,
+    host=st.sampled_from(NAMES),
+    at=st.floats(0, 10 * DAY),
+    kind=st.sampled_from(HostFaultKind),
+)
+OF_JOBS = st.dictionaries(st.sampled_from("abcd"), st.lists(FAULTS, max_size=32), max_size=4)
+NOW = st.floats(0, 20 * DAY)
+
+
+def fault(host: str, at: float = 0.0, kind: HostFaultKind = HostFaultKind.HARDWARE) -> HostFault:
+    return HostFault(host=host, at=at, kind=kind)
+
+
+# --- How faults count ---
+
+
+@given(OF_JOBS, NOW, st.integers(0, 100), st.sets(st.sampled_from(NAMES)))
+def test_few_hosts_are_avoided_and_those_with_the_highest_scores(
+    faults: dict[str, list[HostFault]], now: float, hosts: int, before: set[str]
+) -> None:
+    records = host_records(faults, now, POLICY)
+    found = bad_hosts(records, before, POLICY)
+    assert all(record.score >= POLICY.over * POLICY.limit for record in found)
+    assert all(len(record.jobs) > 1 for record in found)
+    assert [
+        record for record in records if record.score >= POLICY.limit or record in found
+    ] == found
+    avoided = to_avoid(found, hosts, POLICY)
+    assert len(avoided) <= POLICY.share * hosts
+    assert avoided == [record.name for record in found[: len(avoided)]]
+
+
+@given(st.lists(FAULTS, max_size=100), NOW)
+def test_no_job_alone_makes_a_host_bad(faults: list[HostFault], now: float) -> None:
+    records = host_records({"a": faults}, now, POLICY)
+    assert not bad_hosts(records, {fault.host for fault in faults}, POLICY)
+
+
+@given(OF_JOBS, NOW, st.floats(0, 10 * DAY))
+def test_scores_fall_with_time(
+    faults: dict[str, list[HostFault]], now: float, later: float
+) -> None:
+    now = max([now, *(one.at for of_job in faults.values() for one in of_job)])
+    first = {r.name: r.score for r in host_records(faults, now, POLICY)}
+    then = {r.name: r.score for r in host_records(faults, now + later, POLICY)}
+    assert first.keys() == then.keys()
+    assert all(then[name] <= score + 1e-9 for name, score in first.items())
+
+
+def test_two_jobs_with_failed_devices_make_a_host_bad_for_most_of_a_day() -> None:
+    faults = {"a": [fault("h1")], "b": [fault("h1"), fault("h2"), fault("h2")]}
+
+    def bad(now: float, *before: str) -> list[str]:
+        return [r.name for r in bad_hosts(host_records(faults, now, POLICY), before, POLICY)]
+
+    assert bad(0.0) == ["h1"]
+    assert bad(0.4 * DAY) == ["h1"]
+    assert bad(0.5 * DAY) == []
+    assert bad(0.5 * DAY, "h1") == ["h1"], "it stays bad for a while"
+    assert bad(0.9 * DAY, "h1") == []
+
+
+# --- What the operator decides ---
+
+
+def obj(name: str, *faults: HostFault, nodes: int = 30, **status: Any) -> dict[str, Any]:
+    document = job_file(2)
+    document["metadata"] = {"name": name, "namespace": "default", "uid": name}
+    training = {
+        "hostFaults": [one.model_dump(mode="json", by_alias=True) for one in faults],
+        "nodes": [{"phase": "Running", "host": f"h{i}"} for i in range(nodes)],
+    }
+    document["status"] = {"training": training, **status}
+    return document
+
+
+def bad_objects(**status: Any) -> list[dict[str, Any]]:
+    a, b = obj("a", fault("h1"), phase="Failed"), obj("b", fault("h1"), fault("h2"))
+    ended = {"type": "Failed", "status": "True"}
+    a["status"]["conditions"] = [ended]
+    b["status"].update(status)
+    return [a, b]
+
+
+def test_running_jobs_are_told_and_faults_of_ended_ones_count() -> None:
+    ((key, told),) = decide(bad_objects(), "act", 0.0).items()
+    assert key == ("default", "b")
+    assert told == BadHosts(
+        hosts=["h1"],
+        avoid=["h1"],
+        reason="hosts have failed in several jobs: h1 (2 hardware in 2 jobs); new nodes avoid h1",
+    )
+    ((_, told),) = decide(bad_objects(), "tell", 0.0).items()
+    assert told is not None
+    assert not told.avoid
+    assert told.reason.endswith("; they are not avoided")
+
+
+def test_nothing_is_written_again_and_what_is_over_is_removed() -> None:
+    written = decide(bad_objects(), "act", 0.0)["default", "b"]
+    assert written is not None
+    told = written.model_dump(by_alias=True)
+    assert not decide(bad_objects(badHosts=told), "act", 10.0)
+    assert decide(bad_objects(badHosts=told), "off", 10.0) == {("default", "b"): None}
+    assert decide(bad_objects(badHosts=told), "act", 3 * DAY) == {("default", "b"): None}
+    assert not decide(bad_objects(), "off", 0.0)
+
+
+def test_a_small_cluster_loses_no_host() -> None:
+    jobs = [obj(name, fault("h1"), nodes=9) for name in "ab"]
+    told = decide(jobs, "act", 0.0)["default", "a"]
+    assert told is not None
+    assert (told.hosts, told.avoid) == (["h1"], [])
+
+
+def test_a_status_of_another_form_does_no_harm() -> None:
+    odd = obj("c", badHosts=7)
+    odd["status"]["training"]["hostFaults"] = [{"host": 3}, "x", {"host": "h1", "kind": "new"}]
+    odd["status"]["training"]["nodes"] = None
+    assert not decide([odd], "act", 0.0)
+
+
+# --- What a master notes, and does ---
+
+
+def noted(bench: Bench) -> list[tuple[str, str]]:
+    status = bench.job.status(bench.now, bench.now)
+    return [(one.host, one.kind) for one in status.host_faults]
+
+
+def failure(what: FailureClass) -> WorkerFailure:
+    sure = Confidence.SURE
+    return WorkerFailure(
+        kind=FailureKind.EXCEPTION,
+        local_rank=0,
+        rank=0,
+        pid=7,
+        exit_code=1,
+        message="died",
+        cause=FailureCause(failure_class=what, confidence=sure, evidence="", advice=""),
+    )
+
+
+@pytest.mark.parametrize("what", FailureClass)
+def test_only_failed_devices_count_against_a_host(what: FailureClass) -> None:
+    bench = running(elastic_job(3))
+    bench.agent("n1").fail(failure(what))
+    bench.pass_time(2.0)
+    expected = [("n1", "hardware")] if what is FailureClass.HARDWARE else []
+    assert noted(bench) == expected
+
+
+def silent(bench: Bench) -> None:
+    """n1 falls silent, and there is no room for the node that replaces it."""
+    bench.set_capacity(2)
+    bench.agent("n1").frozen = True
+    bench.pass_time(6.0)
+    bench.step(NodeSeen(NodeId("n3"), False, message="0/3 nodes are available"))
+
+
+def told(bench: Bench, job: ElasticJob, bad: BadHosts | None) -> None:
+    status = {} if bad is None else {"badHosts": bad.model_dump(by_alias=True)}
+    bench.step(JobChanged(job.with_status_of({"status": status})))
+
+
+@pytest.mark.parametrize("avoid", [True, False])
+def test_new_nodes_avoid_the_bad_hosts_of_other_jobs(avoid: bool) -> None:
+    job = elastic_job(3, 2)
+    bench = running(job)
+    bad = BadHosts(hosts=["h8", "h9"], avoid=["h9"] if avoid else [], reason="they failed")
+    told(bench, job, bad)
+    told(bench, job, bad)
+    (event,) = [e for e in bench.job.state.events if e.reason == EventReason.BAD_HOSTS]
+    assert event.message == "they failed"
+    silent(bench)
+    assert noted(bench) == [("n1", "lost")]
+    assert bench.avoided[NodeId("n3")] == (("h9", "n1") if avoid else ("n1",))
+    told(bench, job, None)
+    assert bench.reasons().count(EventReason.BAD_HOSTS) == 2
+
+
+def test_bad_hosts_are_used_if_there_is_no_room_elsewhere() -> None:
+    job = elastic_job(3, 2)
+    bench = running(job)
+    told(bench, job, BadHosts(hosts=["h8"], avoid=["h8"]))
+    silent(bench)
+    bench.pass_time(25.0)
+    assert bench.avoided[NodeId("n4")] == ()
+    bench.step(NodeSeen(NodeId("n4"), False, message="0/3 nodes are available"))
+    bench.pass_time(60.0)
+    assert NodeId("n5") not in bench.avoided, "n4 is not requested again"
+
+
+def test_no_file_can_name_bad_hosts() -> None:
+    with pytest.raises(ConfigError, match="badHosts: unknown field"):
+        ElasticJob.parse(job_file(2) | {"badHosts": {"hosts": ["h1"]}})
+    read = ElasticJob.read(
+        job_file(2) | {"status": {"badHosts": {"hosts": ["h1"], "avoid": ["h1"]}}}
+    )
+    assert read.bad_hosts == BadHosts(hosts=["h1"], avoid=["h1"])
+    assert ElasticJob.read(json.loads(read.model_dump_json(by_alias=True))) == read
