@@ -327,7 +327,7 @@ def _first_map(empty: ClusterMap, state: Path, source: SavedCut | None) -> Clust
     if state.exists():
         try:
             stored = msgspec.json.decode(state.read_bytes(), type=ClusterMap)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{state}: expected the map of job {empty.job}: {error}") from error
         if stored.job != empty.job:
             raise ConfigError(f"{state}: expected the map of job {empty.job}, found {stored.job}'s")

@@ -320,7 +320,7 @@ class SavedCut:
         data = _read(directory, manifest, whole)
         try:
             document = msgspec.json.decode(data, type=CutDocument)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{directory.where(manifest)}/{DOCUMENT}: {error}") from error
         if document.format > FORMAT:
             raise CheckpointError(

@@ -41,6 +41,9 @@ class Data(Protocol):
     def add(self, specs: Iterable[TableSpec]) -> None:
         """Make tables that do not exist yet."""
 
+    def knows(self, payload: Rows) -> bool:
+        """Return whether all tables of a payload exist here."""
+
     def fault(self, payload: Rows, buckets: Collection[int], *, grads: bool) -> str:
         """Return why a payload cannot be used; empty if it can.
 
@@ -508,7 +511,13 @@ class Replica:
         return placement.term < term or self.server in placement.followers
 
     def on_replicate(self, message: Replicate, payload: Rows) -> None:
-        """Take over changed rows, in the order in which the primary made them."""
+        """Take over changed rows, in the order in which the primary made them.
+
+        Nothing is taken over, nor answered, while the map with a new table has not come. The
+        primary asks again what this server has.
+        """
+        if not self._data.knows(payload):
+            return
         taken, held, lacking = [], [], []
         for change in message.changes:
             if not self._follows(change.bucket, change.term):
@@ -527,9 +536,12 @@ class Replica:
         self._answer(message.sender, held, lacking)
 
     def on_copy(self, message: BucketCopy, payload: Rows) -> None:
-        """Take over a whole bucket, unless this server has something newer of the same term."""
+        """Take over a whole bucket, unless this server has something newer of the same term.
+
+        Nothing is taken over while the map with a new table has not come.
+        """
         bucket, term, last_term, version = message.mark
-        if not self._follows(bucket, term):
+        if not self._data.knows(payload) or not self._follows(bucket, term):
             return
         state = self._buckets[bucket]
         if state.last_term != term or state.version < version:

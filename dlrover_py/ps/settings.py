@@ -99,7 +99,7 @@ def read_access(path: Path) -> JobAccess:
     """
     try:
         return msgspec.json.decode(read_regular(path, MAX_ACCESS_BYTES), type=JobAccess)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{path}: expected the file that `dlrover ps serve` writes: {error}"
         ) from error

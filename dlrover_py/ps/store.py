@@ -185,6 +185,10 @@ class Store:
             if spec.name not in self.tables:
                 self.tables[spec.name] = Table(spec)
 
+    def knows(self, payload: Payload) -> bool:
+        """Return whether all tables of a payload exist here."""
+        return all(name in self.tables for name, _ in payload)
+
     def fault(self, payload: Payload, buckets: Collection[int], *, grads: bool) -> str:
         """Return why a payload of a client cannot be used, in words; empty if it can.
 

@@ -141,7 +141,7 @@ def decode(frames: Sequence[Any], key: bytes) -> tuple[Any, Payload]:
         if kind is None:
             raise WireError(f"expected a known kind of message, found {body.kind[:40]!r}")
         message = msgspec.msgpack.decode(body.message, type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"the message is malformed: {error}") from None
     return message, _payload(body, frames[2:])
 

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import zmq
 
+from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.ps import messages as m
 from dlrover_py.ps.cluster_map import ClusterMap, CutPlace
 from dlrover_py.ps.coordinator import Coordinator
@@ -61,6 +62,17 @@ def program(access: Any) -> Iterator[Any]:
         yield ask
     finally:
         context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("damaged", [b"", b"{}", b'{"job": "\x80"}'])
+def test_a_damaged_map_is_refused(tmp_path: Path, damaged: bytes) -> None:
+    (tmp_path / "map.json").write_bytes(damaged)
+    with (
+        closing(socket.create_server(("127.0.0.1", 0))) as listener,
+        pytest.raises(ConfigError, match="expected the map of job job"),
+        coordinator(tmp_path, listener),
+    ):
+        pass
 
 
 def test_the_next_coordinator_is_reached_by_the_same_connection(

@@ -1,5 +1,6 @@
 """Copies of buckets: rare orders of messages, each of which once could lose or repeat a push."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -90,6 +91,31 @@ def test_a_push_is_acknowledged_when_the_backup_has_it() -> None:
     assert kinds(sent) == ["Replicate"]
     assert kinds(a.get(*b.get(*sent))) == ["Pushed"]
     assert (a.value(1), b.value(1)) == (2, 2)
+
+
+def test_rows_of_a_new_table_may_come_before_the_map_that_has_it() -> None:
+    new = cluster(1, "a", "b")
+    a, b = Server("a"), Server("b")
+    b.see(replace(new, tables=()))
+    a.get(*b.get(*a.see(new)))
+    assert b.get(*a.push(1, [1, 1])) == [], "b does not answer for what it cannot keep"
+    b.see(replace(new, epoch=2))
+    a.replica.tick(100.0)
+    copy = a.get(*b.get(*a.replica.take()))
+    assert kinds(copy) == ["BucketCopy"]
+    assert kinds(a.get(*b.get(*copy))) == ["Pushed"]
+    assert (a.value(1), b.value(1)) == (2, 2)
+
+
+def test_a_copy_with_a_new_table_may_come_before_the_map_that_has_it() -> None:
+    a, _ = pair(push=1)
+    copy = copy_of(a, "b", 1)
+    b = Server("b")
+    b.see(replace(cluster(1, "a", "b"), tables=()))
+    assert b.get(*copy) == []
+    b.see(replace(cluster(1, "a", "b"), epoch=2))
+    assert kinds(b.get(*copy)) == ["Held"]
+    assert b.value(1) == 1
 
 
 def test_a_duplicate_is_acknowledged_no_earlier_and_not_applied() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dlrover_py.protocol.errors import ConfigError, SupersededError
@@ -93,6 +93,7 @@ def test_no_damaged_message_is_taken(noise: list[bytes], at: int, flip: int) -> 
 
 
 @given(st.dictionaries(st.text(max_size=5), st.integers(0, 99) | st.text()), st.binary(max_size=40))
+@example({}, b"\x93\xa1\x80\xc0\x90")  # its kind is no UTF-8
 @settings(max_examples=50, deadline=None)
 def test_a_body_of_another_form_is_refused(fields: Any, noise: bytes) -> None:
     """The checksum is right here: a program with the token may have a bug."""
@@ -189,7 +190,8 @@ def test_the_access_file(tmp_path: Path) -> None:
     write_access(path, JobAccess("j", "tcp://x", "t"))
     assert read_access(path) == JobAccess("j", "tcp://x", "t")
     assert path.stat().st_mode & 0o777 == 0o600
-    path.write_text("{}")
-    with pytest.raises(ConfigError, match="dlrover ps serve"):
-        read_access(path)
+    for other in (b"{}", b'{"job": "\x80"}', b"\xff"):
+        path.write_bytes(other)
+        with pytest.raises(ConfigError, match="dlrover ps serve"):
+            read_access(path)
     assert Settings.from_environment({"RANK": "3"}).rank == "3"

@@ -47,7 +47,7 @@ def status(nodes: int, events: int = 0, message: str = "") -> JobStatus:
     [
         (status(3, 5), (3, 5)),
         (status(2000, 400), (64, 30)),
-        (status(3, 30, "x" * 1500), (3, 15)),
+        (status(3, 30, "x" * 1500), (3, 14)),
         (status(3, 30, "ä" * 1500), (3, 7)),
         (status(2000, 30, "x" * 60_000), (64, 0)),
     ],
