@@ -84,6 +84,7 @@ def test_02_gpt_learns_the_same_with_and_without_a_lost_node(place: Place) -> No
     done = place.call(
         "elastic-run",
         "--standalone",
+        "--cold-start",
         "--nproc-per-node=2",
         str(EXAMPLES / "02-gpt" / "train.py"),
         "--steps=60",
@@ -167,7 +168,8 @@ def all_samples_are_proven(place: Place, name: str, *, epochs: int) -> None:
 def accuracy_alone(place: Place, name: str, *, epochs: int) -> str:
     """The last line of an undisturbed run with one worker."""
     script = str(EXAMPLES / name / "train.py")
-    alone = place.call("elastic-run", "--standalone", script, f"--epochs={epochs}", timeout=200)
+    flags = ("--standalone", "--cold-start")  # nothing is restarted
+    alone = place.call("elastic-run", *flags, script, f"--epochs={epochs}", timeout=200)
     assert alone.returncode == 0, alone.stderr
     line = alone.stdout.splitlines()[-1]
     assert line.endswith(f" after {epochs} epochs")
