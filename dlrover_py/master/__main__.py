@@ -103,10 +103,11 @@ async def _run(
     tls: ssl.SSLContext | None,
     certificate_ends: float | None,
 ) -> None:
-    """Build the platform and the journal's store from the command line, and serve until the end.
+    """Build the platform and the journal's store, and serve until a signal or the lifeline ends it.
 
-    On Kubernetes, times that people read are the API server's, and the status is published once a
-    second at most. The journal is in a Secret there, and in a file in ``--state-dir`` elsewhere.
+    An end of the job does not end the master. On Kubernetes, times that people read are the API
+    server's, and the status is published once a second at most. The journal is in a Secret there,
+    and in a file in ``--state-dir`` elsewhere.
 
     Args:
         args: The command line.
@@ -119,7 +120,8 @@ async def _run(
     Raises:
         ConfigError: ``--state-dir`` or the operator's environment is missing, the job in
             ``--static`` is not valid, or the journal cannot be used.
-        ExceptionGroup: The loop of the job has failed.
+        ExceptionGroup: A task of the loop has failed; SupersededError is in it if another master
+            has taken over.
     """
     async with contextlib.AsyncExitStack() as stack:
         platform: Platform
@@ -160,7 +162,7 @@ async def _run(
             platform = (
                 LocalPlatform(args.cluster)
                 if args.cluster
-                else StaticPlatform(ElasticJob.parse(json_text.decoded(args.static)))
+                else StaticPlatform(_static_job(args.static))
             )
         await serve(
             platform,
@@ -175,6 +177,15 @@ async def _run(
             certificate_ends=certificate_ends,
             servers=servers,
         )
+
+
+def _static_job(text: str) -> ElasticJob:
+    """Return the job of ``--static``; ConfigError if the text is not a valid job."""
+    try:
+        document = json_text.decoded(text)
+    except ValueError as error:
+        raise ConfigError(f"--static: expected a job as JSON: {error}") from error
+    return ElasticJob.parse(document)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -333,9 +333,10 @@ def job_app(loop: Loop, exchanges: Exchanges, denied: Counter) -> ASGIApp:
     async def prove(request: Request, nonce: Nonce) -> Response:
         """Prove that this master knows the job's token; the request needs no token.
 
-        The answer is the HMAC-SHA256, with the token as the key, of ``dlrover master proof``, a
-        zero byte, the nonce, a zero byte, and the address of the connection: ``:PORT``, with the
-        IP address before it on the loopback device.
+        The answer is a JSON string: an HMAC-SHA256 in lowercase hexadecimal, with the token as the
+        key. Its message is ``dlrover master proof``, a zero byte, the nonce, a zero byte, and the
+        address of the server's end of the connection. The address is ``:PORT``, with the IP address
+        before it on the loopback device, and empty if it is not known. Status 422 without a nonce.
         """
         server = request.scope["server"]
         where = "" if server is None or server[1] is None else proof.connection_address(*server)

@@ -182,9 +182,9 @@ def all_processes() -> Iterator[Process]:
 def members(sessions: Collection[ProcessId]) -> list[Process]:
     """Return the running processes of sessions. A session is identified by its leader.
 
-    Zombies are left out. The result is exact as long as a session's leader is not reaped, or a
-    process of the session runs: until then, the kernel does not reuse the session's number. A
-    caller must stop using the identifier before that. Without sessions, nothing is read.
+    A zombie is left out unless one of its threads runs. A process that cannot be read is left out.
+    Do not use an identifier once its leader is reaped and its session is empty: the kernel may then
+    give its number to another process. Without sessions, nothing is read.
 
     Raises:
         OSError: There are no more file descriptors.

@@ -755,13 +755,16 @@ class ElasticJob(_Strict):
 
     @classmethod
     def read(cls, obj: dict[str, Any]) -> Self:
-        """Return the job in an object that the API server has stored. Unknown fields are ignored.
+        """Return the job in a stored object: of the API server, or of the master's journal.
 
-        Pod templates are not checked, except that the container of the agent must be there.
+        Unknown fields are ignored. Pod templates are not checked, except that the container of the
+        agent must be there. The allocation and the bad hosts are read from the status; one that is
+        malformed is ignored.
 
         Raises:
-            UnsupportedError: the kind of training is not supported yet.
-            ConfigError: the object cannot be used; the message has one line for each fault.
+            UnsupportedError: the job cannot be run on Kubernetes.
+            ConfigError: the object cannot be used. The checks stop at the first stage that fails;
+                the message has one line for each fault of that stage.
         """
         # What an earlier master has accepted has these beside its spec.
         told = {"allocation": cls.allocation_in(obj), "badHosts": cls._bad_hosts_in(obj)}

@@ -178,15 +178,21 @@ class _Attempts:
         """No further candidate can be loaded."""
 
     def load(self, candidate: OpenCandidate) -> Loaded | None:
-        """Load a candidate at all ranks, or at none: plan, agree, copy. Collective.
+        """Load a candidate, if all ranks can have it: plan, agree, copy. Collective.
+
+        The ranks agree before tensors are copied, and again afterwards. Then each rank sets its
+        other values by itself.
 
         Returns:
             What was loaded. None if the candidate cannot be had: the reason is logged and kept for
-            `report`. `over` is then true if no older candidate can be loaded either.
+            `report`. `over` is then true if its keys differ and an earlier candidate has written
+            tensors.
 
         Raises:
             KeysDifferError: the checkpoint belongs to a different state; nothing was changed.
-            CheckpointError: an object does not accept what was saved; the state has been written.
+            CheckpointError: an object of this rank does not accept its saved value. The state has
+                been written, and other ranks may have loaded theirs.
+            RuntimeError: the ranks cannot communicate.
         """
         found, plan, error_ = candidate.found, None, None
         try:
@@ -199,6 +205,7 @@ class _Attempts:
         except KeysDifferError as error:
             if not self._state_written:
                 raise
+            self._log.warning("checkpoint of %s is not loaded: %s", found, error)
             self._tried.append(str(error))
             self.over = True
             return None

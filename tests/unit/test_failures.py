@@ -417,3 +417,28 @@ def test_a_broken_pipe_without_another_worker_is_no_lost_peer(alone: bool) -> No
 def test_exit_code_2_alone_says_nothing_of_the_command_line() -> None:
     assert death(exit_code=2, stderr_tail="usage of GPU 0: 97%").kind is FailureKind.EXIT
     assert death(exit_code=1, stderr_tail="Usage: train.py FILE").kind is FailureKind.EXIT
+
+
+SECONDARY = """\
+Exception in thread Thread-1 (fetch):
+Traceback (most recent call last):
+  File "/job/t.py", line 5, in fetch
+    read()
+OSError: gone
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "/job/t.py", line 7, in fetch
+    tell()
+RuntimeError: no reader
+"""
+
+
+@pytest.mark.parametrize(
+    "after", [SECONDARY, SECONDARY.replace("Exception in thread", "Exception ignored in:")]
+)
+def test_a_chain_that_does_not_end_the_program_is_not_the_cause(after: str) -> None:
+    cause = "Traceback (most recent call last):\n  File \"t.py\", line 1, in f\nKeyError: 'x'\n"
+    assert death(stderr_tail=f"{cause}{after}").fingerprint.startswith("KeyError")
+    assert death(stderr_tail=after).fingerprint.startswith("RuntimeError"), "there is no other"

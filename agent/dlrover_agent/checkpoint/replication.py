@@ -258,11 +258,13 @@ def _valid_marks(
 def _marks_of_replicas(
     copies: dict[str, SlotHeader], at_peer: Sequence[NamedHeader], own: Sequence[NamedHeader]
 ) -> set[CheckpointId]:
-    """Return the newest checkpoint that was marked when it was copied, as a set of at most one.
+    """Return the newest checkpoint among this node's replicas that peers must copy, as a set.
 
-    This is used if neither this node nor its peer has marks, because both are new. The set is empty
-    if both hold parts of the same shard group, since they need no marks then. It is also empty if
-    no replica was marked.
+    Such a checkpoint is marked by the flag :attr:`SlotHeader.copy`. The function is used if no slot
+    of a worker has the flag, here or at the peer: for example, if both nodes are new.
+
+    The set is empty if no replica has the flag. It is also empty if both nodes hold the same part
+    of the state, since they need no flag then.
 
     Args:
         copies: Headers of the replicas on this node, by name.

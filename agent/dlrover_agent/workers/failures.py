@@ -33,7 +33,7 @@ USAGE = 2
 """The exit code of a script that refuses its command line."""
 _SECONDARY = re.compile(
     r"Exception ignored |Exception in thread |Exception in callback |Error in atexit"
-    r"|Error in sys\.excepthook"
+    r"|Error in sys\.excepthook|--- Logging error ---"
 )
 """The line that Python prints before a traceback that is not the reason why a program ends."""
 _MARGIN = re.compile(r"^ +[|+](?: |-.*$)", re.MULTILINE)
@@ -299,17 +299,27 @@ def _from_error_file(text: str) -> str:
 
 
 def _traceback_in(text: str) -> str:
-    """Return the last traceback in a text, without the output that follows it; empty if none.
+    """Return the last traceback in a text; empty if there is none.
 
-    A traceback that Python prints but that does not end the program counts only if there is no
-    other.
+    Of a chain of exceptions, the last one is returned, with the first line of its message. Prefixes
+    of ranks and margins of exception groups are removed. Without a traceback, the report of a
+    SyntaxError is returned.
+
+    A chain below a line such as ``Exception in thread`` does not end the program. It counts only if
+    there is no other.
     """
     text = _plain(text)
     heads = [found.start() for found in re.finditer(re.escape(_TRACEBACK_HEAD), text)]
     if not heads:
         found = _SYNTAX.findall(text)
         return str(found[-1]) if found else ""
-    primary = [start for start in heads if not _SECONDARY.match(_line_before(text, start))]
+    primary, secondary, end = [], False, 0
+    for start in heads:
+        if not _CHAINED.search(text, end, start):
+            secondary = bool(_SECONDARY.match(_line_before(text, start)))
+        if not secondary:
+            primary.append(start)
+        end = start
     start = (primary or heads)[-1]
     lines = text[start:].splitlines()
     kept = [lines[0]]

@@ -1,6 +1,6 @@
 """Why a job stands still: a pure function of the snapshots of all ranks.
 
-The collectives come first. A rank *waits* if it is in a collective that has not ended. It is
+The collectives come first. A rank *waits* if it is in the newest open collective of a group. It is
 *behind* in a group if others wait there in a collective that it has not entered. A rank that is
 behind in some group and waits nowhere is guilty: the others wait for it, and it waits for no rank.
 If each rank that is behind waits in another group, the groups wait for each other.
@@ -82,7 +82,15 @@ def judge(workers: Sequence[WorkerSnapshot], known: Standstill) -> HangVerdict |
 
 
 def _groups(by_rank: Mapping[int, WorkerSnapshot], known: Standstill) -> list[_Group]:
-    """Return the groups in which ranks wait, those with the most waiting ranks first."""
+    """Return the process groups with an open collective, those with most waiting ranks first.
+
+    The newest open collective of a group counts. Ranks that are in it wait. Members without a
+    record of it are behind, except running workers whose records could not be read.
+
+    Args:
+        by_rank: The snapshot of each rank.
+        known: Its world size gives the members of the default group, if no record lists them.
+    """
     newest: dict[str, dict[int, list[Collective]]] = {}
     for rank, worker in by_rank.items():
         for one in worker.collectives:

@@ -433,10 +433,16 @@ def _prepared(status: Obj, conditions: Mapping[str, Obj]) -> bool:
 
 
 def _waits_for(name: str, spec: Obj, status: Obj, conditions: Mapping[str, Obj]) -> Problem:
-    """Return what the Pod waits for: the reason of a condition, and words; both may be empty.
+    """Return the condition of the job, and its message, for a normal wait of a Pod.
 
-    Only two waits are considered: for a scheduler that has not processed the Pod, and for an init
-    container. Both are normal for a while.
+    A Pod waits normally, for a while, if no scheduler has processed it, or if an init container has
+    begun and is not finished. The result is ``NO_PROBLEM`` if it does not wait.
+
+    Args:
+        name: Name of the Pod, for the kubectl command in the message.
+        spec: The Pod's spec.
+        status: Its status.
+        conditions: Its conditions, by type.
     """
     if not spec.get("nodeName") and "PodScheduled" not in conditions:
         scheduler = spec.get("schedulerName") or "default-scheduler"
