@@ -231,8 +231,12 @@ def check_servers(servers: ServerSpec, libraries: Sequence[str] = SERVER_LIBRARI
             "its extra ps"
         )
     _check_values(f"{SERVERS}.template.spec.containers[main]", servers.container())
-    if servers.checkpoints is not None:
-        address(servers.checkpoints)
+    if servers.checkpoints is not None and address(servers.checkpoints) != servers.checkpoints:
+        raise ConfigError(
+            f"{SERVERS}.checkpoints: found {servers.checkpoints[:100]!r}, expected "
+            f"{address(servers.checkpoints)!r}, an absolute path, or the address of a bucket: the "
+            "servers and the master run in different folders"
+        )
 
 
 def _check_values(where: str, container: Container) -> None:

@@ -20,7 +20,7 @@ from dlrover_py.ps.cluster_map import ClusterMap, CutPlace
 from dlrover_py.ps.cuts import CutDirectory, SavedCut
 from dlrover_py.ps.meetings import Meetings
 from dlrover_py.ps.planner import Planner, PlanRules
-from dlrover_py.ps.wire import JobAccess, WireError, decode, send
+from dlrover_py.ps.wire import MAX_BODY_BYTES, JobAccess, WireError, decode, send
 
 FORGET_S = 60.0
 """Seconds of silence after which a connection gets no more maps. Workers ask more often."""
@@ -87,6 +87,7 @@ class Coordinator:
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.ROUTER)
         self.socket.linger = 0
+        self.socket.maxmsgsize = MAX_BODY_BYTES  # whoever reaches it could fill the memory
         if listener is None:
             port = self.socket.bind_to_random_port("tcp://127.0.0.1")
         else:

@@ -9,7 +9,7 @@ from dlrover_operator.actions import RecordEvent, SetStatus
 from dlrover_operator.facts import JobFacts
 from dlrover_operator.observed import LastError, Obj, PodReason
 from dlrover_py.protocol.errors import UnsupportedError
-from dlrover_py.protocol.job import INERT
+from dlrover_py.protocol.job import INERT, ElasticJob
 from dlrover_py.protocol.reasons import ConditionReason, ConditionType
 from dlrover_py.protocol.refusals import Refusal, refusal_in
 from dlrover_py.protocol.status import JobPhase, rfc3339
@@ -113,8 +113,8 @@ class JobConditions:
             if not own.true and (own is accepted or own.reason not in UNDER_WAY):
                 return own.reason, own.message
         if facts.held_back:
-            allocated = self._allocated()
-            return allocated.reason, allocated.message
+            for allocated in self._allocated():
+                return allocated.reason, allocated.message
         for condition in facts.conditions.values():
             if condition["type"] not in STATES and condition.get("status") == "True":
                 return condition["type"], condition.get("message", "")
@@ -216,8 +216,8 @@ class JobConditions:
         facts = self._facts
         yield self._accepted()
         yield self._master_ready()
-        if facts.seen.allotted and not (facts.ended or facts.suspend or facts.refused):
-            yield self._allocated()
+        if facts.seen.allotted and not facts.ended:
+            yield from self._allocated()
         if facts.seen.gang is not None and facts.job is not None and not facts.ended:
             yield DesiredCondition(
                 ConditionType.GANG_READY, *gang.verdict(facts.job, facts.seen.gang), "Normal"
@@ -266,19 +266,24 @@ class JobConditions:
                     self.passed_deadline[1],
                 )
 
-    def _allocated(self) -> DesiredCondition:
-        """Return the condition ``Allocated`` of a job to which the operator allots nodes."""
+    def _allocated(self) -> Iterator[DesiredCondition]:
+        """Yield the condition ``Allocated`` of a job to which the operator allots nodes.
+
+        Whoever sees the condition knows that the operator has written the allocation. So a
+        suspended job has it, too: it may leave its queue before it goes on.
+        """
         facts = self._facts
-        granted = facts.job.allocation if facts.job is not None else None
+        granted = ElasticJob.allocation_in(facts.seen.job)
         if granted is None:
-            message = facts.seen.held_for or "the allocator has not decided yet"
-            return DesiredCondition(
-                ConditionType.ALLOCATED, False, ConditionReason.WAITING, message
-            )
-        reason = ConditionReason.HELD_BACK if facts.held_back else ConditionReason.ALLOCATED
-        return DesiredCondition(
-            ConditionType.ALLOCATED, not facts.held_back, reason, granted.reason, "Normal"
-        )
+            if not (facts.suspend or facts.refused):
+                message = facts.seen.held_for or "the allocator has not decided yet"
+                yield DesiredCondition(
+                    ConditionType.ALLOCATED, False, ConditionReason.WAITING, message
+                )
+            return
+        held = facts.held_back or not granted.nodes
+        reason = ConditionReason.HELD_BACK if held else ConditionReason.ALLOCATED
+        yield DesiredCondition(ConditionType.ALLOCATED, not held, reason, granted.reason, "Normal")
 
     def _pods_left(self) -> Iterator[DesiredCondition]:
         """Yield the condition ``PodsLeft``; nothing while its Pods still have time to end.

@@ -48,9 +48,11 @@ class Gangs:
         gang = gang_of(job)
         if gang is None:
             return None
-        missing = next((why for (k, _), why in self._views.refusals.items() if k is gang.kind), "")
+        namespace = job["metadata"]["namespace"]
+        refusals = self._views.refusals
+        missing = refusals.get((gang.kind, ""), "") or refusals.get((gang.kind, namespace), "")
         if not missing and not self._views.has_listed(gang.kind, len(self._scopes)):
             return None
-        key = job["metadata"]["namespace"], gang.name
+        key = namespace, gang.name
         group = next((g for k, g in self._views.items(gang.kind) if k == key), None)
         return replace(gang, group=group, missing=missing)

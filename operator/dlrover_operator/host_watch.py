@@ -4,6 +4,7 @@ What is decided is written into ``status.badHosts`` of the jobs, and the faults 
 too. Nothing else is kept, so the operator may die between any two writes.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
@@ -16,6 +17,9 @@ from dlrover_py.protocol import names
 from dlrover_py.protocol.hosts import BadHosts
 from dlrover_py.protocol.status import HostFault
 
+AHEAD_S = 300.0
+"""Seconds that a fault may be in the future, by the clock of a master."""
+_HOST = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*", re.ASCII)
 MOST = 100
 """Most bad hosts of which jobs are told."""
 Mode = Literal["off", "tell", "act"]
@@ -41,13 +45,14 @@ def decide(
     for job in jobs:
         meta, status = job["metadata"], job.get("status") or {}
         training = status.get("training") or {}
-        faults[meta["uid"]] = of_job = list(_faults(training))
+        faults[meta["uid"]] = of_job = [f for f in _faults(training) if f.at <= now + AHEAD_S]
         known |= {fault.host for fault in of_job}
-        known |= {host for node in training.get("nodes") or () if (host := node.get("host"))}
-        present = _bad_hosts(status)
-        before |= set(present.hosts if present is not None else ())
+        known |= {
+            host for node in training.get("nodes") or () if _is_name(host := node.get("host"))
+        }
         if not final_phase(status) and _runs_here(job):
-            told[meta["namespace"], meta["name"]] = present
+            told[meta["namespace"], meta["name"]] = present = _bad_hosts(status)
+            before |= set(present.hosts if present is not None else ())
     found = bad_hosts(host_records(faults, now, policy), before, policy)[:MOST]
     wanted: BadHosts | None = None
     if found and mode != "off":
@@ -73,9 +78,16 @@ def _faults(training: Mapping[str, Obj]) -> Iterable[HostFault]:
     """Yield the faults in the status of a job; those of another form are left out."""
     for fault in training.get("hostFaults") or ():
         try:
-            yield HostFault.model_validate(fault)
+            found = HostFault.model_validate(fault)
         except ValidationError:
             continue
+        if _is_name(found.host):
+            yield found
+
+
+def _is_name(host: object) -> bool:
+    """Return whether this may be the name of a Node: Pods with another one would be refused."""
+    return isinstance(host, str) and len(host) <= 253 and bool(_HOST.fullmatch(host))
 
 
 def _bad_hosts(status: Obj) -> BadHosts | None:

@@ -11,6 +11,7 @@ alone, and the operator may die between any two writes.
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,10 +25,13 @@ from dlrover_py.protocol import names
 from dlrover_py.protocol.autoscale import NodeAllocation, PodPlace
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.protocol.reasons import ConditionType
 from dlrover_py.protocol.words import counted
 
 NOTE_STEP = "elasticjob.dlrover/step"
 """Annotation of a Workload: 0 for the base, else the number of the step."""
+NOTE_STANDBYS = "elasticjob.dlrover/standbys"
+"""Annotation of a base: how many of its Pods are standbys."""
 NOTE_REQUEST = "elasticjob.dlrover/request"
 """Annotation of a Workload: a digest of what it asks for."""
 STEP_PRIORITY = -1_000_000
@@ -44,6 +48,10 @@ OF_POD = (
 """Fields of a Pod that decide about quota and flavors."""
 OF_CONTAINER = ("name", "image", "resources", "restartPolicy")
 """The same of a container."""
+SILENT_S = 120.0
+"""Seconds after which a job without Pods and without nodes to create gives its quota back, although
+no master has said that it wants none: there may be no master."""
+_COUNT = re.compile(r"[0-9]{1,6}", re.ASCII)
 POD_SET = "main"
 """Name of the only Pod set of a Workload."""
 
@@ -69,6 +77,8 @@ class Workload:
     """Whether Kueue allows its Pods."""
     why: str = ""
     """What Kueue says of its state."""
+    standbys: int = 0
+    """Number of the Pods that are standbys."""
     evicted: bool = False
     """Whether Kueue takes back what it has admitted."""
     leaving: bool = False
@@ -89,13 +99,13 @@ class Workload:
         told = conditions.get("Evicted" if evicted else "QuotaReserved") or {}
         if "QuotaReserved" in true and "Admitted" not in true and not evicted:
             told = {"message": "its admission checks are not done"}
-        step = notes.get(NOTE_STEP, "")
         sets = spec.get("podSets") or [{}]
         return cls(
             name=meta["name"],
             uid=meta["uid"],
             owner=owner(meta),
-            step=int(step) if step.isdecimal() else -1,
+            step=_count(notes.get(NOTE_STEP), -1),
+            standbys=_count(notes.get(NOTE_STANDBYS), 0),
             nodes=sets[0].get("count", 1),
             queue=spec.get("queueName", ""),
             request=notes.get(NOTE_REQUEST, ""),
@@ -206,9 +216,7 @@ def decide(
     meta, spec = job["metadata"], job.get("spec") or {}
     if meta.get("deletionTimestamp") or spec.get("managedBy") not in (None, names.MANAGED_BY):
         return Changes()
-    own = sorted(
-        (w for w in workloads if w.owner == meta["uid"] and w.step >= 0), key=lambda w: w.step
-    )
+    own = sorted((w for w in workloads if _is_of(w, meta)), key=lambda w: w.step)
     held = Counter(pod.placement for pod in pods if pod.job == meta["uid"] and pod.holds)
     return _Decision(job, own, held, cluster, now, refused).changes()
 
@@ -241,10 +249,28 @@ class _Decision:
         training = (job.get("status") or {}).get("training") or {}
         # Until a master reports that it wants fewer nodes, it may create those that are missing.
         wanted = training.get("desired", 0) if training.get("phase") in ACTIVE_PHASES else 0
+        if self._is_over(held):
+            wanted = 0
         worker = ((job.get("spec") or {}).get("replicaSpecs") or {}).get("worker") or {}
         self._standbys: int = worker.get("standbyReplicas") or 0
         self._pods = max(held.total(), wanted + self._standbys if wanted else 0)
         """Pods that hold resources, or may do so soon."""
+
+    def _is_over(self, held: Counter[str]) -> bool:
+        """Return whether no master creates Pods any more, whatever one has reported last.
+
+        The operator has ended or suspended the job without a master, or the job may have no nodes
+        for so long that a master would have reported that.
+        """
+        status = self._obj.get("status") or {}
+        suspended = any(
+            (c.get("type"), c.get("status")) == (ConditionType.SUSPENDED, "True")
+            for c in status.get("conditions") or ()
+        )
+        granted = self._granted
+        stopped = granted is not None and not granted.nodes
+        silent = granted is not None and self._now - granted.since >= SILENT_S
+        return bool(final_phase(status)) or suspended or (stopped and silent and not held)
 
     def changes(self) -> Changes:
         """Return what must change."""
@@ -260,14 +286,14 @@ class _Decision:
         try:
             job = ElasticJob.read(self._obj)
         except ConfigError:
-            return Changes()  # the condition Accepted has the reason
+            return self._evicted(None)  # the condition Accepted has the reason
         template = job.worker.template.get("metadata") or {}
         if names.LABEL_QUEUE in (template.get("labels") or {}):
             why = (
                 f"two owners of quota: the label {names.LABEL_QUEUE} is on the job and in the "
                 "metadata of its Pod template; remove it from the template"
             )
-            return Changes(allocation=self._hold(why, keep=True))
+            return self._evicted(self._hold(why, keep=True))
         now_in = next((w.queue for w in self._own if w.reserved), "")
         if not now_in and (self._obj["metadata"]["namespace"], queue) not in self._cluster.queues:
             if not queue:
@@ -280,6 +306,23 @@ class _Decision:
             other = f"the queue {queue}" if queue else "no queue"
             note = f"; the label now names {other}: suspend and resume the job to move it"
         return self._queued(job, now_in or queue, note)
+
+    def _evicted(self, otherwise: NodeAllocation | None) -> Changes:
+        """Return what must change for a job of which nothing counts but what Kueue takes back.
+
+        Args:
+            otherwise: the allocation to write if Kueue takes back nothing; None if it stays.
+        """
+        gone = [w for w in self._own if w.evicted or w.leaving]
+        kept = [w for w in self._own if w.admitted and w not in gone and self._known(w)]
+        if not gone or self._granted is None:
+            return Changes(allocation=otherwise)
+        if not kept or kept[0].step:
+            why = gone[0].why or "its base was deleted"
+            return self._released(self._own, self._grant(0, f"held back: {why}"))
+        nodes = min(sum(w.nodes for w in kept) - kept[0].standbys, self._granted.nodes)
+        words = f"the queue {kept[0].queue} has taken back {counted(len(gone), 'step')}"
+        return self._released(gone, self._grant(nodes, words, self._placements(kept)))
 
     def _queued(self, job: ElasticJob, queue: str, note: str) -> Changes:
         """Return what must change for a job that is to have nodes.
@@ -326,7 +369,7 @@ class _Decision:
             note: added to the reason of the allocation.
         """
         base, *steps = own
-        extra = demand.maximum - (base.nodes - self._standbys)
+        extra = demand.maximum - (base.nodes - base.standbys)
         kept: list[Workload] = []
         waiting = 0
         for one in sorted(steps, key=lambda w: (not w.admitted, not w.reserved, w.step)):
@@ -346,7 +389,7 @@ class _Decision:
             create.append(_workload(job, self._obj, base.queue, next(free), demand, size))
             extra, waiting = extra - size, waiting + 1
         admitted = [base, *(w for w in kept if w.admitted and self._known(w))]
-        nodes = min(sum(w.nodes for w in admitted) - self._standbys, demand.maximum)
+        nodes = min(sum(w.nodes for w in admitted) - base.standbys, demand.maximum)
         words = f"the queue {base.queue} has admitted {counted(nodes, 'node')}"
         if waiting:
             words += f"; {counted(demand.maximum - nodes, 'more node')} wait for quota"
@@ -476,17 +519,39 @@ def _workload(job: ElasticJob, obj: Obj, queue: str, step: int, demand: Demand, 
             }
         ],
     }
+    notes = {NOTE_STEP: str(step)}
+    if step == 0:
+        notes[NOTE_STANDBYS] = str(nodes - demand.minimum)
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
     return {
         "metadata": {
-            "name": f"elasticjob-{meta['name']}-{meta['uid'][:8]}-{step}",
+            "name": _name(meta, step),
             "namespace": meta["namespace"],
-            "annotations": {NOTE_STEP: str(step), NOTE_REQUEST: digest},
+            "annotations": notes | {NOTE_REQUEST: digest},
             "labels": {names.LABEL_APP: names.APP, names.LABEL_JOB: meta["name"]},
             "ownerReferences": [names.owner(meta["name"], meta["uid"])],
         },
         "spec": asked,
     }
+
+
+def _name(meta: Obj, step: int) -> str:
+    """Return the name of a Workload of the job with this metadata."""
+    return f"elasticjob-{meta['name']}-{meta['uid'][:8]}-{step}"
+
+
+def _is_of(workload: Workload, meta: Obj) -> bool:
+    """Return whether a Workload is one that the operator has made for the job."""
+    return (
+        workload.owner == meta["uid"]
+        and workload.step >= 0
+        and workload.name == _name(meta, workload.step)
+    )
+
+
+def _count(text: object, otherwise: int) -> int:
+    """Return the number in an annotation, which anybody may have written."""
+    return int(text) if isinstance(text, str) and _COUNT.fullmatch(text) else otherwise
 
 
 def _request(workload: Obj) -> str:

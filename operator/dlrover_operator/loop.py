@@ -475,6 +475,8 @@ class Operator:
 
     async def _tell_of_hosts(self) -> str:
         """Tell jobs of hosts that have failed in several jobs; return the result for metrics."""
+        if not self.ready:
+            return "unchanged"  # the jobs that are not listed yet have faults, too
         jobs = {key: named[key[1]].view for key, named in self._cache[JOBS].items()}
         writes = host_watch.decide(jobs.values(), self._bad_hosts, self._api.wall())
         return await self._write_all(
@@ -517,12 +519,17 @@ class Operator:
         failure: KubeError | None = None
         for key, action in writes.items():
             try:
-                if action is not None:
+                seen = self._observed(key)
+                # A job may have left the queue or the allocator since the decision.
+                stale = isinstance(action, actions.Allot) and not (seen and seen.allotted)
+                if action is not None and not stale:
                     await self._do(key, jobs[key], action)
                 if isinstance(decides, Queues):
                     await decides.finish(key)
             except KubeError as error:
                 failure = error
+                if isinstance(error, (errors.ServerDownError, errors.ThrottledError)):
+                    break  # the next call would wait as long
         if failure is not None:
             return self._retry_later(decision, failure)
         self._failures.pop(decision, None)

@@ -164,6 +164,8 @@ class _Planner:
         elif facts.job is not None and not facts.foreign:
             yield from self._run(facts.job)
             yield from self._keep_gang(facts.job)
+            if facts.held_back and facts.masterless_for(self._timing.stop_after_s):
+                yield from self._delete_remaining_pods()  # no master reads that they must end
 
     def _keep_gang(self, job: ElasticJob) -> Iterator[Action]:
         """Keep the PodGroup that the template names in step with the job's minimum."""

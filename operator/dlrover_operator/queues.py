@@ -1,10 +1,12 @@
 """What the operator observes and writes for jobs in queues of Kueue."""
 
 import asyncio
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import NamedTuple
 
 from dlrover_operator.kueue import (
     SEEN_S,
@@ -25,10 +27,24 @@ from dlrover_py.protocol import names
 from dlrover_py.protocol.autoscale import NodeAllocation
 from dlrover_py.protocol.errors import TransientError
 
+log = logging.getLogger("operator")
+
 WORKERS = f"{names.LABEL_JOB},{names.LABEL_ROLE}={names.ROLE_WORKER}"
 """Label selector of the Pods of all workers."""
+REFUSED_S = 30.0
+"""Seconds until a Workload that was refused is tried again."""
 REASONS_S = 10.0
 """Seconds between two writes that change only reasons."""
+
+
+class _Refusal(NamedTuple):
+    """The refusal of a Workload of a job by the API server."""
+
+    uid: str
+    """Uid of the job."""
+    why: str
+    until: float
+    """Unix time before which it is not tried again."""
 
 
 class Queues:
@@ -52,8 +68,8 @@ class Queues:
         """
         self._api, self._scopes = api, scopes
         self._views = Views(api, changed=changed, failed=failed)
-        self._refused: dict[Key, str] = {}
-        """Why a Workload of a job was refused."""
+        self._refused: dict[Key, _Refusal] = {}
+        """Refusals of Workloads, by job."""
         self._deleted: set[str] = set()
         """Uids of Workloads that were deleted, until that is observed."""
         self._pending: dict[Key, Changes] = {}
@@ -118,8 +134,20 @@ class Queues:
             meta = job["metadata"]
             key, uid = (meta["namespace"], meta["name"]), meta["uid"]
             if queue_of(job) or uid in workloads:
-                refused = self._refused.get(key, "")
-                found[key] = decide(job, workloads[uid], pods[uid], cluster, now, refused)
+                refused = self._refused.get(key)
+                if refused is not None and refused.uid != uid:
+                    refused = None
+                why = "" if refused is None else refused.why
+                try:
+                    one = decide(job, workloads[uid], pods[uid], cluster, now, why)
+                except Exception:
+                    # Whoever may write one job must not stop the decisions for all others.
+                    log.exception("job_not_understood", extra={"job": "/".join(key)})
+                    continue
+                if refused is not None and now < refused.until:
+                    one = replace(one, create=())
+                found[key] = one
+        self._refused = {key: one for key, one in self._refused.items() if key in found}
         self._waits = any(one.waits for one in found.values())
         early = abs(now - self._reasons_at) < REASONS_S
         for key, one in found.items():
@@ -140,7 +168,8 @@ class Queues:
             key: namespace and name of the job.
 
         Raises:
-            KubeError: the API server refuses a call, or does not answer.
+            KubeError: the API server refuses a call, or does not answer. The refusal of a new
+                Workload is no error: the job says so, and the Workload is tried again later.
         """
         changes = self._pending.pop(key)
         for one in changes.delete:
@@ -150,8 +179,11 @@ class Queues:
             try:
                 await self._api.create_or_own(WORKLOADS, obj, owner(obj["metadata"]))
             except KubeError as error:
-                if not isinstance(error, TransientError):
-                    self._refused[key] = f"its Workload is refused: {error}"
-                raise
+                if isinstance(error, TransientError):
+                    raise
+                why, until = f"its Workload is refused: {error}", self._api.wall() + REFUSED_S
+                self._refused[key] = _Refusal(owner(obj["metadata"]), why, until)
+                self._waits = True
+                return
         if changes.create:
             self._refused.pop(key, None)

@@ -58,13 +58,13 @@ class Views:
         """Yield the views of all objects of a kind."""
         for (kind, _), held in self._seen.items():
             if kind is wanted:
-                yield from held.values()
+                yield from (view for view in held.values() if view is not None)
 
     def items(self, wanted: Kind) -> Iterator[tuple[Key, Any]]:
         """Yield namespace and name, and the view, of all objects of a kind."""
         for (kind, _), held in self._seen.items():
             if kind is wanted:
-                yield from held.items()
+                yield from ((key, view) for key, view in held.items() if view is not None)
 
     async def follow(self, kind: Kind, scope: str, labels: str, view: Callable[[Obj], Any]) -> None:
         """Keep the view of one kind of objects up to date, until the task is canceled.
@@ -73,17 +73,25 @@ class Views:
             kind: the kind.
             scope: the namespace; empty for all.
             labels: label selector.
-            view: returns what is kept of an object.
+            view: returns what is kept of an object. One for which it raises is left out.
         """
 
         def item(obj: Obj) -> _Item:
             meta = obj["metadata"]
-            return _Item((meta.get("namespace", ""), meta["name"]), view(obj))
+            key = meta.get("namespace", ""), meta["name"]
+            try:
+                return _Item(key, view(obj))
+            except Exception:
+                # Whoever may write one object must not end the watch of all others.
+                log.exception("object_not_understood", extra={"kind": kind.plural, "object": key})
+                return _Item(key, None)
 
         def note_error(error: KubeError | None) -> None:
             fields = {"kind": kind.plural, "namespace": scope}
             if error is None:
                 log.info("watch_recovered", extra=fields)
+                if self.refusals.pop((kind, scope), None) is not None:
+                    self._changed()
             elif not isinstance(error, NotFoundError):
                 self._failed(kind)
                 log.warning("watch_failed", extra=fields | {"why": str(error)})

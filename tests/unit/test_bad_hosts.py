@@ -151,6 +151,25 @@ def test_a_status_of_another_form_does_no_harm() -> None:
     assert not decide([odd], "act", 0.0)
 
 
+@pytest.mark.parametrize("name", ["a b", "H1", "-h", "h" * 254, "h1\n"])
+def test_what_cannot_be_a_host_is_in_no_pod(name: str) -> None:
+    jobs = [obj(which, fault(name)) for which in "ab"]
+    assert not decide(jobs, "act", 0.0)
+
+
+def test_a_fault_far_in_the_future_does_not_count() -> None:
+    jobs = [obj(which, fault("h1", at=1e6)) for which in "ab"]
+    assert not decide(jobs, "act", 0.0)
+    assert decide(jobs, "act", 1e6)
+
+
+def test_what_an_ended_job_was_told_keeps_no_host_bad() -> None:
+    jobs = bad_objects()
+    jobs[0]["status"]["badHosts"] = {"hosts": ["h1"], "avoid": [], "reason": "x"}
+    later = next(at for at in range(0, int(3 * DAY), 600) if not decide(bad_objects(), "tell", at))
+    assert not decide(jobs, "tell", later)
+
+
 # --- What a master notes, and does ---
 
 

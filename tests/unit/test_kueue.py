@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from dlrover_operator import kueue
 from dlrover_operator.allotment import takes_part
 from dlrover_operator.kueue import Changes, Cluster, Flavor, QueuedPod, Workload, decide
+from dlrover_operator.queues import Queues
 from dlrover_py.protocol import names
 from dlrover_py.protocol.job import ElasticJob
 from tests.builders import job_file
@@ -373,6 +374,81 @@ def test_flavors_of_several_resources_are_one_place_with_a_short_name() -> None:
     both = Workload("w", "u", "o", 0, 1, "q", "r", flavors=("a" * 40, "b" * 40))
     assert len(both.placement) == 63
     assert both.placement != replace(both, flavors=("a" * 40, "c" * 40)).placement
+
+
+def test_more_standbys_than_the_quota_has_cost_no_nodes() -> None:
+    world = running()
+    world.job["spec"]["replicaSpecs"]["worker"]["standbyReplicas"] = 5
+    world.settle()
+    assert (world.nodes, len(world.pods)) == (4, 4)
+
+
+@pytest.mark.parametrize("how", ["ended", "suspended", "silent"])
+def test_quota_is_given_back_though_no_master_reports_the_end(how: str) -> None:
+    world = running()
+    world.pods.clear()
+    if how == "ended":
+        world.job["status"]["conditions"] = [{"type": "Failed", "status": "True"}]
+        world.job["status"]["phase"] = "Failed"
+    elif how == "suspended":
+        world.job["spec"]["suspend"] = True
+        world.job["status"]["conditions"] = [{"type": "Suspended", "status": "True"}]
+    else:
+        world.evict(0)
+    assert world.job["status"]["training"] == {"phase": "Running", "desired": 4}
+    world.operate()
+    world.now += kueue.SILENT_S if how == "silent" else kueue.SEEN_S
+    world.operate()
+    assert not any(one.reserved for one in world.workloads.values())
+
+
+@pytest.mark.parametrize("refused", ["spec", "label"])
+@pytest.mark.parametrize(("step", "nodes"), [(0, 0), (2, 3)])
+def test_kueue_takes_back_quota_of_a_job_that_cannot_be_read(
+    refused: str, step: int, nodes: int
+) -> None:
+    world = running()
+    if refused == "spec":
+        world.job["spec"]["checkpoint"] = {"every": "often"}
+    else:
+        template = world.job["spec"]["replicaSpecs"]["worker"]["template"]
+        template["metadata"] = {"labels": {names.LABEL_QUEUE: "team"}}
+    world.operate()
+    assert world.nodes == 4
+    world.evict(step)
+    world.operate()
+    assert world.nodes == nodes
+    del world.pods[nodes:]
+    world.job["status"]["training"] = {
+        "phase": "Running" if nodes else "Suspended",
+        "desired": nodes,
+    }
+    world.now += kueue.SEEN_S
+    world.operate()
+    assert sum(one.nodes for one in world.workloads.values() if one.reserved) == nodes
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, "-1", "1.5", "x", "", "١", 3, None])
+def test_a_workload_of_a_stranger_is_none_of_the_jobs(text: Any) -> None:
+    world = World(job())
+    world.settle()
+    (own,) = world.objects.values()
+    notes = own["metadata"]["annotations"] | {kueue.NOTE_STEP: text}
+    assert Workload.of(own | {"metadata": own["metadata"] | {"annotations": notes}}).step == -1
+    stranger = replace(Workload.of(own), name="mine", step=1, reserved=True, admitted=True)
+    world.admit(0)
+    world.workloads["mine"] = stranger
+    world.operate()
+    assert world.nodes == 2
+
+
+def test_one_job_of_another_form_does_not_stop_the_others() -> None:
+    queues = Queues(None, ("",), changed=lambda: None, failed=lambda _: None)  # type: ignore[arg-type]
+    odd, good = job(), job()
+    odd["metadata"] |= {"name": "odd", "uid": "u-odd"}
+    odd["spec"]["replicaSpecs"]["worker"]["template"]["metadata"] = "x"
+    found = queues.writes([odd, good], NOW)
+    assert list(found) == [("default", "x")]
 
 
 ACTIONS = st.lists(

@@ -23,6 +23,7 @@ from dlrover_py.protocol.diagnosis import Collective, NodeSnapshot, WorkerSnapsh
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.log_rules import LOG_RULES, LogRule
+from dlrover_py.protocol.names import NodeId
 from dlrover_py.protocol.reasons import ConditionType, EventReason
 from tests.builders import Bench, job_file, running, user_error
 
@@ -272,6 +273,24 @@ def test_a_rule_that_cannot_be_used_says_so() -> None:
     assert {f.rule for f in node.findings()} == {"", "nccl", "other"}
 
 
+def test_findings_of_the_last_round_are_not_those_of_the_next() -> None:
+    node = Node(rule())
+    stream = node.watch.stream(0)
+    assert stream is not None
+    stream.take(b"NCCL WARN\n")
+    assert node.findings()
+    node.watch.new_round(2, (rule(),))
+    assert node.watch.findings(2) == []
+
+
+def test_a_rule_that_was_met_between_two_reports_is_told() -> None:
+    found = state(count=3, withinSeconds=10)
+    for at in (0.0, 5.0, 9.9):
+        assert found.saw(0, "NCCL WARN", at)
+    assert found.finding(10.5) is not None
+    assert found.finding(20.0) is None
+
+
 # --- In the master ---
 
 
@@ -323,6 +342,18 @@ def test_what_a_worker_printed_before_it_died_is_told() -> None:
     bench.pass_time(2.0)
     reasons = [reason for reason, _ in events(bench)]
     assert reasons[:2] == [EventReason.LOG_RULE, EventReason.LOG_RULE_OVER]
+
+
+def test_nothing_is_told_again_while_the_next_round_is_awaited() -> None:
+    bench = running(job(NCCL))
+    for agent in bench.living():
+        agent.log_findings = [finding()]
+    bench.set_capacity(2)  # there is no room for a replacement
+    bench.kill(NodeId("n1"))
+    bench.pass_time(20.0)
+    assert bench.job.state.pending_round is not None
+    reasons = [reason for reason, _ in events(bench)]
+    assert reasons == [EventReason.LOG_RULE, EventReason.LOG_RULE_OVER]
 
 
 def test_a_rule_that_cannot_be_used_is_told() -> None:
@@ -398,3 +429,14 @@ def test_no_snapshot_is_taken_if_the_job_looks_for_no_hangs() -> None:
     tell(bench, finding("HANG", name="steps"))
     assert not bench.job.state.snapshots
     assert len(events(bench)) == 1
+
+
+def test_a_line_that_tells_a_hang_is_not_taken_back_by_time() -> None:
+    bench = running(job({**NCCL, "verdict": "HANG"}))
+    tell(bench, finding("HANG"))
+    answer(bench)
+    tell(bench)
+    assert [reason for reason, _ in events(bench)[1:]] == [
+        EventReason.HANG,
+        EventReason.LOG_RULE_OVER,
+    ]

@@ -1113,6 +1113,44 @@ def test_without_allocator_a_job_is_limited_only_by_what_others_write() -> None:
     assert world.status["phase"] == "Suspended"
 
 
+@pytest.mark.parametrize("born", [True, False])
+def test_a_suspended_job_that_leaves_its_queue_goes_on_without_it(born: bool) -> None:
+    world = World.of(suspend=True) if born else running()
+    world.allotted = True
+    if not born:
+        world.may_have(3)
+        world.settle()
+        world = suspended(world)
+    world.may_have(0, "held back: the job was suspended")
+    world.settle()
+    assert world.said("Allocated") == ("False", "HeldBack")
+    assert world.status["phase"] == "Suspended"
+    world.allotted = False
+    assert world.settle()["Allot"] == 1
+    world.edit(suspend=False)
+    assert world.settle()["CreateDeployment" if born else "ReplaceDeployment"] == 1
+    assert "allocation" not in world.status
+
+
+def test_a_job_that_is_held_back_without_a_master_loses_its_pods() -> None:
+    world = World.of()
+    world.allotted = True
+    world.may_have(3)
+    world.settle()
+    world.comes_up()
+    world.master_says("Running")
+    world.master_condition("Running")
+    world.settle()
+    world.goes_down()
+    world.remaining_pods = (LEFT,)
+    world.may_have(0, "held back: Preempted")
+    assert "DeletePods" not in world.settle()
+    world.now += 100
+    assert world.settle()["DeletePods"] == 1
+    assert world.deployment is not None
+    assert world.deployment.replicas == 1, "a master that can start goes on with the job"
+
+
 # --- whatever happens ---
 
 happens = st.lists(

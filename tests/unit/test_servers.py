@@ -139,6 +139,18 @@ def test_a_server_that_died_without_a_master_is_found_by_the_next_one() -> None:
     assert run.present == {"ps0", "ps2", "ps3"}
 
 
+def test_a_server_that_leaves_stays_until_another_one_can_take_its_rows() -> None:
+    run = Run(parsed(replicas=1))
+    run.step(NodeSeen(NodeId("ps0"), near=True))
+    assert not deleted(run.step(NodeSeen(NodeId("ps0"), near=True, leaving="drained")))
+    assert run.servers == {"ps0", "ps1"}
+    assert not deleted(run.step(NodeSeen(NodeId("ps1"), near=False)))
+    assert deleted(run.step(NodeSeen(NodeId("ps1"), near=True))) == {"ps0": LEAVE_S}
+    run.end("ps0", code=-9)
+    assert run.events()[-1] == "NodeLost", "it was killed with rows that it had not given away"
+    assert run.job.state.servers.lost == 0
+
+
 @pytest.mark.parametrize("how", ["end", "suspend"])
 def test_servers_end_after_the_last_worker(how: str) -> None:
     spec = parsed(checkpoints="/cuts")
@@ -164,6 +176,7 @@ def test_servers_end_after_the_last_worker(how: str) -> None:
 
 def test_fewer_servers_give_their_rows_away_first() -> None:
     run = Run(parsed())
+    run.step(*(NodeSeen(NodeId(f"ps{number}"), near=True) for number in range(3)))
     fewer = ElasticJob.parse(document(replicas=2))
     metadata = fewer.metadata.model_copy(update={"generation": 2})
     asked = run.step(JobChanged(fewer.model_copy(update={"metadata": metadata})))
@@ -197,6 +210,14 @@ def test_servers_need_workers_and_a_place_to_go_before_a_suspension() -> None:
         ElasticJob.parse(found)
     with pytest.raises(ConfigError, match="checkpoints"):
         parsed().suspended(True)
+
+
+@pytest.mark.parametrize("place", ["cuts", "~/cuts", "./cuts"])
+def test_servers_and_master_mean_the_same_directory(place: str) -> None:
+    servers = parsed(checkpoints=place).servers
+    assert servers is not None
+    with pytest.raises(ConfigError, match=r"expected '/.*cuts', an absolute path"):
+        check_servers(servers)
 
 
 @pytest.mark.parametrize("command", [["python", "train.py"], ["dlrover", "ps"], []])

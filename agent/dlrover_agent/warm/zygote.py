@@ -409,10 +409,19 @@ def _renew_random_state() -> None:
 
 
 def _fork_once() -> None:
-    """Fork a child that does nothing, so that pools with fork handlers end their threads."""
+    """Fork a child that does nothing, so that pools with fork handlers end their threads.
+
+    A child that hangs in such a handler is killed after ``PROBE_S``.
+    """
+    read, write = os.pipe()
     pid = _fork()
     if pid == 0:
         os._exit(0)
+    os.close(write)
+    with open(read, "rb", buffering=0):
+        ended, _, _ = select.select([read], [], [], PROBE_S)
+    if not ended:
+        os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
 
 

@@ -81,6 +81,8 @@ class RuleState:
         self.rule, self._pattern = rule, pattern
         self._hits: dict[int, deque[float]] = {}
         """Times of the newest lines that count, by rank. Of an expected line only the last one."""
+        self._met: dict[int, float] = {}
+        """When enough lines had come within the time, by rank; the newest such time."""
         self._quotes: dict[int, str] = {}
         """The newest line that counts, by rank."""
         self._applies: dict[int, str] = {}
@@ -98,7 +100,10 @@ class RuleState:
         if match is None or (self.rule.has_range and not self.rule.in_range(match.group(1))):
             return False
         kept = 1 if self.rule.expected_every_seconds is not None else self.rule.count
-        self._hits.setdefault(rank, deque(maxlen=kept)).append(at)
+        hits = self._hits.setdefault(rank, deque(maxlen=kept))
+        hits.append(at)
+        if len(hits) == kept and at - hits[0] <= self.rule.within_seconds:
+            self._met[rank] = at
         self._quotes[rank] = line
         return True
 
@@ -124,7 +129,8 @@ class RuleState:
             if expected_s is not None:
                 applies = now - hits[-1] > expected_s
             else:
-                applies = len(hits) == rule.count and now - hits[0] <= rule.within_seconds
+                met = self._met.get(rank)
+                applies = met is not None and now - met <= rule.within_seconds
             if not applies:
                 self._applies.pop(rank, None)
             elif rank not in self._applies:
@@ -205,8 +211,8 @@ class LogWatch:
         self._states: list[RuleState] = []
         self._unused: list[LogFinding] = []
         """The rules that cannot be used."""
-        self._newest: list[LogFinding] = []
-        """What the rules told when they were last asked."""
+        self._newest: tuple[list[RuleState], list[LogFinding]] = self._states, []
+        """The rules that were last asked, and what they told."""
         self._asked = False
         """Whether the thread has been asked, and has not answered."""
         self._logged: set[str] = set()
@@ -220,7 +226,7 @@ class LogWatch:
             rules: Some rules.
             more: Further rules as JSON; empty if there are none.
         """
-        self._round, self._states, self._unused, self._newest = number, [], [], []
+        self._round, self._states, self._unused = number, [], []
         self.in_use = bool(rules or more)
         if self.in_use:  # the import of RE2 reads files, so the thread makes it
             states, unused = self._states, self._unused
@@ -242,7 +248,8 @@ class LogWatch:
             self._asked = True
             states, unused = self._states, self._unused
             self._thread.post(lambda: self._answer(states, unused))
-        return self._newest
+        asked, found = self._newest
+        return found if asked is self._states else []
 
     def _answer(self, states: list[RuleState], unused: list[LogFinding]) -> None:
         """Ask all rules, after the lines that have come before. Runs in the thread."""
@@ -254,12 +261,13 @@ class LogWatch:
         now = self._clock()
         found = [finding for state in states if (finding := state.finding(now)) is not None]
         if states is self._states:
-            self._newest = [*unused, *found]
-            for finding in self._newest:
+            found = [*unused, *found]
+            self._newest = states, found
+            for finding in found:
                 if finding.rule not in self._logged:
                     fields = {"rule": finding.rule, "verdict": finding.verdict}
                     log.warning("log_rule", extra=fields | {"why": finding.said})
-            self._logged = {finding.rule for finding in self._newest}
+            self._logged = {finding.rule for finding in found}
 
 
 def _prepare(
@@ -311,6 +319,8 @@ def rules_in(path: Path) -> tuple[LogRule, ...]:
             for fault in error.errors()
         )
         raise ConfigError(f"--log-rules {path}: {'; '.join(faults)}") from error
+    except ValueError as error:  # such as a date that does not exist
+        raise ConfigError(f"--log-rules {path}: expected YAML, found: {error}") from error
     if problems := rule_problems(rules):
         raise ConfigError(f"--log-rules {path}: {'; '.join(problems)}")
     return tuple(rules)

@@ -72,7 +72,10 @@ class Servers:
             return
         leaving = record.nodes[ended.node] or (ended.why if ended.free else "")
         if leaving or self._rests or spec is None:
-            self._gone(ended.node, f"server {ended.node} has left: {leaving or ended.why}")
+            killed = bool(ended.exit_code) and not self._rests
+            why = f"server {ended.node} has left: {leaving or ended.why}"
+            why += f"; it had not given all its rows away: {ended.why}" if killed else ""
+            self._gone(ended.node, why, lost=killed)
             return
         why = f"server {ended.node} was lost: {ended.why}"
         why += f": {ended.output}" if ended.output else ""
@@ -104,8 +107,12 @@ class Servers:
             staying = [node for node, leaving in record.nodes.items() if not leaving]
             for node in staying[wanted:]:
                 self._leave(node, "the role ps has fewer replicas now")
+            # Without another server, nobody could take the rows before the time is over.
+            takes = any(
+                seen.near and not record.nodes[node] for node, seen in self.live.servers.items()
+            )
             for node, leaving in record.nodes.items():
-                if leaving and node not in self._asked:
+                if leaving and node not in self._asked and (takes or not wanted):
                     self._end(node, LEAVE_S)
             for _ in range(wanted - len(staying)):
                 node = NodeId(f"{SERVER_PREFIX}{record.next}")

@@ -454,8 +454,9 @@ class TransientState:
     """Which values are wrong; empty if none are any more, None if none ever were."""
     log_rule: str | None = None
     """Which log rules apply; empty if none do any more, None if none ever did."""
-    log_hang: tuple[str, float] | None = None
-    """What a log rule has found whose verdict is a hang, and since when; None if none applies."""
+    log_hang: tuple[str, float, bool] | None = None
+    """What a log rule has found whose verdict is a hang, since when, and whether its end is the end
+    of the hang; None if none applies."""
     slow: str | None = None
     """Why steps are slow; empty if they are not any more, None if they never were."""
     checkpoint_policy: str = ""

@@ -3,6 +3,7 @@
 from dlrover_py.master.core.history import CoreContext
 from dlrover_py.master.core.state import NON_DISRUPTIVE
 from dlrover_py.protocol.agents import AgentReport, LogFinding
+from dlrover_py.protocol.log_rules import LogRule
 from dlrover_py.protocol.names import NodeId
 from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.status import JobPhase
@@ -18,6 +19,8 @@ class LogFindings:
         """What each node reports, and its round; nodes that report nothing are left out."""
         self._told: dict[str, tuple[int, float]] = {}
         """The event of each rule that applies, and since when it applies."""
+        self._told_in: dict[str, int] = {}
+        """The round in which each rule was told last."""
 
     def take_report(self, node_id: NodeId, report: AgentReport) -> None:
         """Take in what a member of the round has found."""
@@ -42,13 +45,18 @@ class LogFindings:
             return
         texts, self.live.log_hang = [], None
         for rule, found in applies.items():
+            if over and self._told_in.get(rule) == state.round:
+                continue  # nodes go on to report it until the next round begins
             node_id, first = found[0]
             texts.append(_in_words(found))
             if rule not in self._told:
+                self._told_in[rule] = state.round
                 event = self.log.record(EventReason.LOG_RULE, texts[-1], node=node_id, warning=True)
                 self._told[rule] = event, self.live.now - self._expected_s(rule)
             if first.verdict == "HANG" and self.live.log_hang is None:
-                self.live.log_hang = texts[-1], self._told[rule][1]
+                expected = self._rule(rule)
+                ends = expected is not None and expected.expected_every_seconds is not None
+                self.live.log_hang = texts[-1], self._told[rule][1], ends
         if over:  # told all the same: a worker may have died of what it has printed
             self._found.clear()
             applies.clear()
@@ -61,9 +69,13 @@ class LogFindings:
 
     def _expected_s(self, name: str) -> float:
         """Return the seconds for which lines have stayed away when a rule begins to apply."""
+        found = self._rule(name)
+        return float((found.expected_every_seconds if found is not None else None) or 0)
+
+    def _rule(self, name: str) -> LogRule | None:
+        """Return the rule of this name; None if the job has none, but an agent may have."""
         rules = self.live.spec.spec.diagnosis.log_rules
-        found = (rule.expected_every_seconds for rule in rules if rule.name == name)
-        return float(next(found, None) or 0)
+        return next((rule for rule in rules if rule.name == name), None)
 
 
 def _in_words(found: list[tuple[NodeId, LogFinding]]) -> str:

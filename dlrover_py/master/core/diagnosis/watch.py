@@ -42,7 +42,7 @@ class Diagnosis:
         """The user's text for the snapshot that is under way; empty for another reason."""
         self._requested_at = 0.0
         self._by_rule = False
-        """Whether a log rule that tells a hang applies."""
+        """Whether the hang was found by a log rule whose end is the end of the hang."""
         self._still_s = 0.0
         """Seconds for which the job had stood still when the snapshot was requested."""
         self._asked: set[NodeId] = set()
@@ -121,14 +121,13 @@ class Diagnosis:
             if self._by_rule and live.log_hang is None:
                 self._look_at = 0.0
                 self._end_hang("the log rule does not apply any more")
-            self._by_rule = live.log_hang is not None
             self._suspect(spec.silent_seconds)
 
     def _suspect(self, silent_s: int | None) -> None:
         """Request a snapshot if the job has made no step for too long, or a log rule says so."""
         now, clock = self.live.now, self._clock
         if self.live.log_hang is not None:
-            found, since = self.live.log_hang
+            found, since, self._by_rule = self.live.log_hang
             if now < self._look_at:
                 self.live.wake(self._look_at)
                 return

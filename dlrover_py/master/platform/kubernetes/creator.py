@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import time
 from collections import Counter
 from collections.abc import Sequence
 
@@ -33,6 +34,8 @@ log = logging.getLogger("master.kubernetes")
 
 ASKING_AGAIN = 8
 """Limit of refused Pods that are tried again at the same time. They all lack the same thing."""
+RESERVED_S = 30.0
+"""Seconds for which a place is kept for a Pod that was requested and is not seen."""
 CREATION = "creation of Pods"
 
 
@@ -68,8 +71,11 @@ class PodCreator:
         self._posts: dict[NodeId, asyncio.Task[PodProblem | None]] = {}
         """The running request to create a node's Pod."""
         self._deleting_old = False
-        self._places: dict[NodeId, str] = {}
-        """Places of Pods that were requested and not seen yet."""
+        self._places: dict[NodeId, tuple[str, float]] = {}
+        """Places of Pods that were requested and not seen yet, and until when they are kept.
+
+        A Pod may be deleted before it is ever seen.
+        """
 
     async def create_node(self, node: NodeId, avoid: Sequence[str]) -> None:
         """Try to create the Pod until it exists or the task is canceled.
@@ -197,12 +203,18 @@ class PodCreator:
         """Choose the kind of hosts for a node's Pod, and reserve a place; None if all will do."""
         placements = job.allocation.placements if job.allocation is not None else ()
         seen = self._table.pods
-        self._places = {n: p for n, p in self._places.items() if n not in seen and n != node}
+        now = time.monotonic()
+        self._places = {
+            n: (place, until)
+            for n, (place, until) in self._places.items()
+            if n not in seen and n != node and now < until
+        }
         taken = Counter(pod.placement for pod in seen.values() if not pod.done)
-        place = pods.place_for(placements, taken + Counter(self._places.values()))
-        if place is not None:
-            self._places[node] = place.name
-        return place
+        reserved = Counter(place for place, _ in self._places.values())
+        chosen = pods.place_for(placements, taken + reserved)
+        if chosen is not None:
+            self._places[node] = chosen.name, now + RESERVED_S
+        return chosen
 
     async def _check_existing_pod(self, node: NodeId) -> PodProblem | None:
         """Find out whether an existing Pod of this name belongs to the job; return None if it does.

@@ -45,6 +45,8 @@ class PodEnder:
         """
         self._context, self._table, self._jobs = context, table, jobs
         self._rights, self._calls = rights, calls
+        self._vacating = False
+        """Whether Pods in the wrong places are being deleted."""
         self._endings: dict[str, asyncio.Task[None]] = {}
         """Tasks that end a Pod whose agent has ended, by UID of the Pod."""
 
@@ -97,22 +99,32 @@ class PodEnder:
         then all its nodes end.
         """
 
+        if self._vacating:
+            return
+        self._vacating = True
+        try:
+            await self._vacate()
+        finally:
+            self._vacating = False
+
+    async def _vacate(self) -> None:
         def due() -> list[PodView]:
             job = self._jobs.job
             if job is None or job.allocation is None or job.rests or self._jobs.orphaned:
                 return []
             return pods.misplaced(job.allocation.placements, self._table.pods.values())
 
+        tried = set[str]()
         while found := due():
             for seen in found:
-                async with self._calls.turn():
-                    with (
-                        contextlib.suppress(TransientError),
-                        self._rights.reporting(deletion_of(seen.name)),
-                        transient(ForbiddenError),
-                    ):
-                        await self._context.delete_pod(seen)
+                tried.add(right := deletion_of(seen.name))
+                with contextlib.suppress(TransientError):
+                    async with self._calls.turn():
+                        with self._rights.reporting(right), transient(ForbiddenError):
+                            await self._context.delete_pod(seen)
             await self._table.wait_until(lambda: not due(), self._context.timing.linger_s)
+        for right in tried:
+            self._rights.note_granted(right)
 
     async def delete_node(self, node: NodeId, grace_s: float) -> None:
         """Wait until the Pod of a node ends by itself, and delete the Pod if it does not.
