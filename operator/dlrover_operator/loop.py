@@ -519,10 +519,7 @@ class Operator:
         failure: KubeError | None = None
         for key, action in writes.items():
             try:
-                seen = self._observed(key)
-                # A job may have left the queue or the allocator since the decision.
-                stale = isinstance(action, actions.Allot) and not (seen and seen.allotted)
-                if action is not None and not stale:
+                if action is not None and not _is_over(action, self._observed(key)):
                     await self._do(key, jobs[key], action)
                 if isinstance(decides, Queues):
                     await decides.finish(key)
@@ -865,6 +862,11 @@ async def _keep_token(api: KubeClient, job: Any) -> None:
     tls = await api.get(kinds.SECRETS, names.tls_of(name, uid), namespace)
     if names.TOKEN_FOLLOWS in (tls["metadata"].get("annotations") or {}):
         await api.create_or_own(kinds.SECRETS, _token_of(job, tls), uid)
+
+
+def _is_over(action: actions.Action, seen: ObservedJob | None) -> bool:
+    """Return whether a job has left its queue, or the allocator, since the action was decided."""
+    return isinstance(action, actions.Allot) and (seen is None or not seen.allotted)
 
 
 def _token_of(job: Any, tls: Obj) -> Obj:
