@@ -20,7 +20,7 @@ from dlrover_py.protocol.agents import WorkerPhase
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import ENV_ROUND, journal_of, master_of
 from dlrover_py.protocol.status import JobPhase, NodeRole, Training
-from tests.cluster.harness import Cluster, Obj, until
+from tests.cluster.harness import Cluster, LabError, Obj, until
 from tests.programs import PROGRAMS, source
 
 T = TypeVar("T")
@@ -202,7 +202,9 @@ class Watched:
                 f"  {c['type']}={c['status']} {c['reason']}: {c['message'][:300]}"
                 for c in status.get("conditions") or []
             ]
-            events = (status.get("training") or {}).get("events") or []
+            training = status.get("training") or {}
+            lines += [f"  node {node}" for node in training.get("nodes") or []]
+            events = training.get("events") or []
             lines += [f"  event {e['reason']}: {e['message'][:300]}" for e in events]
         for name, pod in self._found["Pod"].items():
             status = pod.get("status") or {}
@@ -277,7 +279,13 @@ class Job:
             what: what the test waits for, for the error message.
             within_s: seconds after which the test fails.
         """
-        return self.watched.until(look, f"{self.name}: {what}", within_s=within_s)
+        try:
+            return self.watched.until(look, f"{self.name}: {what}", within_s=within_s)
+        except AssertionError as error:
+            with contextlib.suppress(LabError):
+                master = f"deployment/{master_of(self.name)}"
+                error.add_note(self.kubectl("logs", master, "--tail=80", "--all-containers"))
+            raise
 
     def runs(self, nodes: int, *, after: int = 0, within_s: float = 180.0) -> Training:
         """Wait until a round of this many nodes trains, and return the master's status.
