@@ -34,7 +34,9 @@ def test_a_flipped_bit_and_a_nan_take_the_job_back_to_a_good_checkpoint(place: P
         )
         (nan,) = (e for e in status.events if e.reason == EventReason.NOT_FINITE)
         assert nan.message.startswith("the loss of rank 2 (node n0) is nan at step 23; step 22 is")
-        assert "is nan at step 23" in run.cli("job", "why", "job")
+        assert "is nan at step 23" in run.cli(
+            "job", "why", "job", "--round", "3"
+        )  # also if it is over
         shown = run.cli("job", "goodput", "job")
         assert shown.startswith("job: goodput ")
         spent = json.loads(run.cli("job", "goodput", "job", "--json"))
