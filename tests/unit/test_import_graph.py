@@ -3,6 +3,7 @@
 import builtins
 import importlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -96,6 +97,19 @@ def test_threads_belong_to_the_module_that_starts_them(write: Write, then: str) 
     assert graph.starters_of_threads() == ["zz_starts"]
     starts.END.set()
     starts.THREAD.join()
+
+
+def test_threads_of_a_module_in_c_are_its_own_though_it_imports_without_a_name() -> None:
+    graph, end = ImportGraph(), threading.Event()
+    thread = threading.Thread(target=end.wait)
+    thread.start()
+    for nobody in ("", "__main__"):  # what is running when its code imports another module
+        graph.find_threads(nobody)
+    assert graph.starters_of_threads() == []
+    graph.find_threads("zz_native")
+    assert graph.starters_of_threads() == ["zz_native"]
+    end.set()
+    thread.join()
 
 
 def test_imports_are_as_before_afterwards() -> None:

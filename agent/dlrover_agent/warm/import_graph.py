@@ -13,6 +13,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
+NO_MODULE = ("", "__main__")
+"""Names of importers that are no modules of a recipe."""
+
 
 class ImportGraph:
     """The imports that ``import`` statements do within the context, and the threads they start.
@@ -69,8 +72,11 @@ class ImportGraph:
         """Look for new threads, and take them for those of a module.
 
         It is called where the code of one module begins or ends to run. So the module that starts
-        the threads is named, and none that imports it.
+        the threads is named, and none that imports it. Without a name, nothing is done: a module in
+        C is being loaded, whose import will end.
         """
+        if name in NO_MODULE:
+            return
         for thread in _threads():
             self._threads.setdefault(thread, name)
 
@@ -93,7 +99,7 @@ class ImportGraph:
         found, todo = set[str](), list(names)
         while todo:
             name = todo.pop()
-            if name in found or name in ("", "__main__"):
+            if name in found or name in NO_MODULE:
                 continue
             found.add(name)
             for below in by_top[name]:

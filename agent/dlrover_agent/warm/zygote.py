@@ -289,7 +289,10 @@ class Zygote:
         gc.collect()
         # Otherwise a child's garbage collector would write to every page, and so copy it.
         gc.freeze()
-        return ZygoteFitness(_probe(), modules=len(sys.modules))
+        fault = _probe()
+        if not fault and len(os.listdir("/proc/self/task")) > 1:
+            fault = "threads that no module is known to have started survive a fork"
+        return ZygoteFitness(fault, modules=len(sys.modules))
 
     # --- Requests ---
 
