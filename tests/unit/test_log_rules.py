@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dlrover_agent.workers.log_rules import (
@@ -114,6 +114,7 @@ def test_a_wrong_file_is_refused_by_its_name(tmp_path: Path, text: str | None, s
 
 
 @given(times=TIMES, now=st.integers(0, 80), count=st.integers(1, 4), within=st.integers(1, 30))
+@example(times=[0, 1], now=2, count=2, within=1)
 def test_lines_are_counted_within_their_time(
     times: list[int], now: int, count: int, within: int
 ) -> None:
@@ -122,8 +123,10 @@ def test_lines_are_counted_within_their_time(
         found.saw(3, "NCCL WARN a link is down", float(at))
         found.saw(3, "all is well", float(at))
     now = max([now, *times])
-    newest = [at for at in times if now - at <= within]
-    applies = len(newest) >= count
+    met = [
+        last for first, last in zip(times, times[count - 1 :], strict=False) if last - first <= within
+    ]
+    applies = bool(met) and now - met[-1] <= within
     finding = found.finding(float(now))
     assert (finding is not None) == applies
     if finding is not None:
