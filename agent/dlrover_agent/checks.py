@@ -146,7 +146,7 @@ def timed(work: Callable[[], object], device: torch.device, times: int) -> float
 
 
 def matmul(sizes: Sizes, device: torch.device, *, repeat: int = 1) -> float:
-    """Return the seconds of one matrix product.
+    """Return the median seconds of a matrix product, or of ``repeat`` products.
 
     Args:
         sizes: Size of the matrices, and number of products.

@@ -434,13 +434,14 @@ def _warn_unused_flag(flag: str, why: str, level: int = logging.WARNING) -> None
 def _command(flags: Flags, settings: Settings, *, member: bool) -> Command:
     """Return what the workers run.
 
-    Flags without effect are logged. The number of workers may be asked of torch in a child process,
-    for at most ``TORCH_S`` seconds.
+    ``--monitor-interval`` and ``--start-method`` have no effect, and are only logged. Torch may be
+    asked for the number of devices, in a child process, for at most ``TORCH_S`` seconds.
 
     Args:
         flags: The command line.
         settings: The agent's environment.
-        member: Whether a platform has started this agent, and may want the output in its folder.
+        member: Whether the agent is part of a platform's job. Only then ``settings.log_dir`` is
+            used.
 
     Raises:
         ConfigError: The script does not exist, or starts another launcher such as torchrun. Or the

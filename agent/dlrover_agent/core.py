@@ -407,8 +407,8 @@ class Core:
         """Handle a worker's end: a failure stops the other workers, the last success is reported.
 
         A failure is reported as well. An end in a check decides about the check only. An end after
-        a requested stop does not change the phase. It matters only if it is a failure in the last
-        step, after which the others get ``AFTER_FAILURE_S``.
+        a requested stop does not change the phase. It matters only if it is a failure while scripts
+        may finish a last step. The other workers then have at most ``AFTER_FAILURE_S`` seconds.
 
         Args:
             round_number: Round of the worker. The end of a worker of an older round is ignored.
@@ -623,12 +623,14 @@ class Core:
     def _stop(self, why: str, grace_s: float, *, graceful: bool = False) -> list[Effect]:
         """Request the stop of the workers; without workers, end the agent if it has to end.
 
-        A stop that is under way is not repeated, unless the new one is graceful.
+        A stop that is under way is not repeated, unless the new one is graceful. SIGKILL then comes
+        at the earlier of the two times.
 
         Args:
             why: Reason for the stop, in words.
-            grace_s: Seconds from SIGTERM to SIGKILL.
-            graceful: Whether scripts that call ``should_stop()`` may end by themselves.
+            grace_s: Seconds until SIGKILL.
+            graceful: Whether scripts that call ``should_stop()`` may end by themselves. They get
+                SIGTERM only shortly before SIGKILL.
         """
         if not self._occupied:
             return [self._exit] if self._exit is not None else []

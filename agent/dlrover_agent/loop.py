@@ -445,8 +445,9 @@ class Agent:
     def _start(self, assignment: Assignment) -> None:
         """Begin to start the workers of a round or of a check, and open the round's probe.
 
-        The probe is the UDP socket by which agents find out whether rank 0 is still there. A check
-        has none. On rank 0's node, the workers' start also gets the listening socket of the store.
+        The probe is the UDP socket by which agents find out whether rank 0 is still there. Checks
+        and rounds of one node have none. On rank 0's node, the workers also get the listening
+        socket of the store, unless worker 0 hosts the store.
         """
         bind(incarnation=assignment.incarnation, round=assignment.round)
         log.info(

@@ -202,8 +202,8 @@ class Endpoint:
     def is_here(self) -> bool:
         """Return whether the endpoint's host is this machine, by its name or by an address.
 
-        The result is False if the name cannot be resolved. The call blocks while the name service
-        does not answer.
+        The result is False if the name is not this machine's and cannot be resolved. The call
+        blocks while the name service does not answer.
         """
         if self.host in ("localhost", socket.gethostname(), _full_name()):
             return True  # a cluster's name service may not know this machine yet
@@ -582,7 +582,7 @@ class OwnMaster:
         return listening
 
     def _warn_of_no_secret(self, listening: socket.socket, reachable_by: str) -> None:
-        """Log a warning if the token of a job of several nodes can be computed by everyone.
+        """Log a warning if everyone can compute the token of a job with an endpoint.
 
         Nothing is logged if a token or a run id was given.
 

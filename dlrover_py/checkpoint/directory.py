@@ -339,8 +339,8 @@ class FolderBackend:
 
         An NFS client may show a folder as it was up to a minute ago (nfs(5), acdirmax). A change by
         the client itself fetches the current attributes of the folder, which show that its list is
-        outdated. Therefore a temporary file is created and removed. If this fails, such as in a
-        folder that is read-only, the error is ignored and the list may be outdated.
+        outdated. Therefore a temporary file is created and removed. An error, such as in a
+        read-only folder, is ignored; the list may then be outdated.
         """
         with contextlib.suppress(OSError):
             mark = self.path / folder / f".look.{secrets.token_hex(4)}"

@@ -49,7 +49,8 @@ def lock_slots(order: WriteRequest) -> tuple[list[OpenSlot], set[int]]:
     private data. Then a slot of this node's worker is preferred to the copy of a peer's slot.
 
     Returns:
-        The slots by rank, and the ranks that are missing. If some are missing, none is locked.
+        The slots, sorted by rank, and the ranks that are missing. If some are missing, there are no
+        slots, and none is locked. :func:`close_slots` unlocks them.
 
     Raises:
         IncompleteCheckpointError: a rank has only a slot with a later checkpoint, or a slot has

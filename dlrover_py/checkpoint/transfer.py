@@ -180,7 +180,8 @@ class TransferConnection:
         Args:
             stream: the socket; one to a peer must be authenticated.
             server: name of the server in error messages.
-            quiet_s: seconds without any data after which the connection is given up.
+            quiet_s: seconds without any data after which a call fails with `UnreachableError`;
+                0: no limit.
         """
         stream.settimeout(None)
         self._stream, self.where = stream, server
@@ -198,10 +199,12 @@ class TransferConnection:
 
         Args:
             path: unix socket of the agent (``ENV_TRANSFER_SOCKET``).
-            quiet_s: seconds without any data after which the connection is given up.
+            quiet_s: seconds without any data after which a call fails with `UnreachableError`;
+                0: no limit.
 
         Raises:
-            UnreachableError: the agent does not listen, or the socket belongs to another user.
+            UnreachableError: the agent does not listen, or the socket is neither this user's nor
+                root's.
         """
         server = f"the agent's transfer server at {path}"
         stream = socket.socket(socket.AF_UNIX)
@@ -224,7 +227,8 @@ class TransferConnection:
         After an error the present connection stays as it is.
 
         Raises:
-            UnreachableError: the agent does not listen, or the socket belongs to another user.
+            UnreachableError: the agent does not listen, or the socket is neither this user's nor
+                root's.
         """
         assert self._local_path is not None
         new = TransferConnection.local(self._local_path, quiet_s=self._quiet_s)

@@ -781,9 +781,10 @@ class WriteAttempt:
     def _clean_up(self, why: str) -> None:
         """Remove the files of a failed attempt; a later attempt sweeps what remains.
 
-        Nothing is removed once the commit has started, because it may have succeeded. The
-        coordinator removes the whole folder of the attempt. Another node removes its own files and
-        publishes its failure. Errors are ignored.
+        Nothing is done before the attempt uses its folder. Nothing is removed once the commit has
+        started, because it may have succeeded. The coordinator removes the whole folder of the
+        attempt. Another node removes its own files and then publishes its failure. The first error
+        ends the clean-up, and is ignored.
 
         Args:
             why: the reason of the failure, for the other nodes.

@@ -194,9 +194,10 @@ def run(
     """Run the ElasticJob in FILE on this machine until it ends.
 
     Each node is a process with its own agent, on one of --nodes simulated hosts. The exit code is 0
-    if the job succeeded and 1 if it failed. Ctrl-C stops the job; a second Ctrl-C stops it
-    immediately. Fields of FILE that have no effect here are named on standard error. So is the link
-    of --dashboard, whose pages are there until the command ends.
+    if the job succeeded, 128 plus the signal's number if a signal stopped it, and 1 otherwise.
+    Ctrl-C stops the job; a second Ctrl-C stops it immediately. Fields of FILE that have no effect
+    here are named on standard error. So is the link of --dashboard, whose pages are there until the
+    command ends.
 
     \f
 

@@ -64,8 +64,9 @@ class Jobs:
     ) -> None:
         """Choose the place, as the flags of the same names do. Nothing is read yet.
 
-        Without arguments these are the jobs of this machine. With any of them, these are the jobs
-        of a cluster, with the rights of the kubeconfig's user.
+        Without arguments these are the jobs of this machine, and after these, those of the
+        kubeconfig's cluster: a name that is not found here is looked up there. With any argument,
+        these are only the jobs of a cluster, with the rights of the kubeconfig's user.
 
         Args:
             namespace: namespace in the cluster; empty for the kubeconfig's.
@@ -210,7 +211,10 @@ class Jobs:
         return _called(found)
 
     def change(self, name: str, call: Callable[[locate.LiveJobHandle], T]) -> T:
-        """Return the answer of a call that changes a job, which must run.
+        """Return the answer of a call that changes a job.
+
+        For jobs of this machine, a name that does not run here is looked up in the cluster of the
+        kubeconfig. A job of a cluster may have ended; then it can only be deleted.
 
         Raises:
             ConfigError: there is no such job, or it cannot be changed in this way.

@@ -216,7 +216,13 @@ class RunningJob:
         """
         return self._answer(Snapshot, "GET", "/v1/job")
 
-    def load_view(self, *, with_pods: bool = False) -> view.JobView:  # noqa: D102
+    def load_view(self, *, with_pods: bool = False) -> view.JobView:
+        """Return what the cluster process knows of the job; ``with_pods`` adds nothing.
+
+        Raises:
+            ConfigError: the answer is not understood, because it is of another release.
+            UnreachableError: the cluster process does not answer within `CALL_S`.
+        """
         snapshot = self.snapshot()
         status = snapshot.status
         return view.JobView(

@@ -34,7 +34,8 @@ class JobHandle(Protocol):
         In a cluster, what the user may not list is left out, with a note.
 
         Raises:
-            ConfigError: the last status of an ended job is missing or damaged.
+            ConfigError: the last status of an ended job is missing or damaged, or the answer of a
+                running job is not understood.
             DLRoverError: the job's cluster refuses a call, or does not answer.
         """
 

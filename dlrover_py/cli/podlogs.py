@@ -209,7 +209,7 @@ class PodLogs:
         """Return the Pods whose logs are printed now, sorted by node.
 
         Ended Pods are left out, unless one node or ``--previous`` was given or the job has ended.
-        If none is left, standard error says so.
+        If they are left out and no other Pod is there, standard error says so.
 
         Raises:
             ConfigError: the only node to print has no Pod.

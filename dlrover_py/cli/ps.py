@@ -84,15 +84,16 @@ def serve(
     Args:
         servers: Number of servers.
         replicas: Copies of each row.
-        buckets: Number of buckets.
+        buckets: Number of buckets; not used with ``restore``, as the cut has its own number.
         ack: When a push is acknowledged.
-        checkpoints: Path or address of the directory of cuts.
-        restore: Step or folder of the cut that the servers read first, or ``newest``.
+        checkpoints: Path or address of the directory of cuts; None: no cuts are saved.
+        restore: Step or folder of the cut that the servers read first, or ``newest``; it needs
+            ``checkpoints``. None: the tables are empty.
         command: The command.
 
     Raises:
-        ConfigError: A number is outside its bounds, a library is missing, there is no such cut, or
-            the command cannot be started.
+        ConfigError: A number is outside its bounds, a library is missing, there is no such cut,
+            ``restore`` is given without ``checkpoints``, or the command cannot be started.
         CheckpointError: The cut is damaged.
     """
     with _libraries():

@@ -82,11 +82,12 @@ def run_job(
         pages: pages to serve until the job has ended; None for none.
 
     Returns:
-        The exit code of the command: 1 if the job failed, 128 plus the number of the first signal
-        if one stopped it, and 0 otherwise, also after ``dlrover job stop``.
+        The exit code of the command: 0 if the job succeeded, else 128 plus the number of the first
+        signal if one stopped it, and 1 otherwise, also after ``dlrover job stop``.
 
     Raises:
-        ConfigError: its checkpoint directory, or a folder of this user, cannot be used.
+        ConfigError: a job of this name runs already, or the checkpoint directory or a folder cannot
+            be used.
     """
     checkpoint = job.spec.checkpoint
     if checkpoint is not None and checkpoint.dir is not None:

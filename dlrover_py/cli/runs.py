@@ -255,7 +255,8 @@ def finish_removals(state_root: Path | None) -> list[str]:
     """Remove what is left of runs whose removal has failed or was interrupted.
 
     Args:
-        state_root: folder of the runs, which others cannot write to; None if it is not known.
+        state_root: folder of the runs, which others cannot write to; None if it is not known:
+            nothing is removed.
 
     Returns:
         For each folder that cannot be removed, its path and the reason.

@@ -45,8 +45,8 @@ class Settings:
     def from_environment(cls) -> Self:
         """Return the settings in the environment of this process. No folder is made or checked.
 
-        The nodes' environment is without the variables of another job. Its PATH begins with the
-        programs of this installation.
+        The nodes' environment lacks the variables of a job that this process is a part of. Its PATH
+        begins with the folder of this installation's programs.
         """
         environ = dict(os.environ)
         state = environ.get("DLROVER_STATE_DIR")

@@ -316,7 +316,7 @@ def nodes_table(
 
 
 def spec_lines(snapshot: Snapshot) -> list[str]:
-    """Return the lines about the desired state of a job, and where it runs on this machine."""
+    """Return the head of a local job's description: desired state, hosts, addresses, log folder."""
     job, health = snapshot.job, snapshot.health_addr
     return [
         f"{job.metadata.name}  generation {job.metadata.generation}",

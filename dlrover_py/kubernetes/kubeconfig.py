@@ -591,7 +591,7 @@ def _variable(environ: Mapping[str, str], name: str) -> str:
 def _goes_direct(host: str, port: str, exceptions: str) -> bool:
     """Return whether a host is reached without a proxy.
 
-    This applies to hosts of this machine and to those in ``NO_PROXY``.
+    This applies to ``localhost``, to loopback addresses, and to hosts in ``NO_PROXY``.
 
     Args:
         host: host name or IP address of the server.

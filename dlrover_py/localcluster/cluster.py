@@ -1174,8 +1174,8 @@ def _spawn(
 ) -> "subprocess.Popen[bytes]":
     """Start a process, in a session of its own, whose output is appended to a log file.
 
-    If the log cannot be opened, this is logged and the output is lost. It blocks, so that a thread
-    calls it.
+    If the log cannot be opened, this is logged and the output is lost. The file descriptors in
+    ``keep`` stay open in the process. The call blocks, so it must be made in a thread.
 
     Raises:
         NoProgramError: there is no such program.

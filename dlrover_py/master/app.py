@@ -336,8 +336,8 @@ def port_of(sock: socket.socket) -> int:
 def _follow(fd: int, stop: asyncio.Event) -> None:
     """Set ``stop`` later, when the other end of a pipe is closed; return immediately.
 
-    The process that holds the other end is gone then. If this is the parent, the kernel also sends
-    SIGCONT, which wakes this process if it was stopped (SIGSTOP).
+    The process that holds the other end is gone then. If that process is the parent, the kernel
+    also sends SIGCONT, which wakes this process if it was stopped (SIGSTOP).
 
     Args:
         fd: Descriptor of this end of the pipe. What arrives there is dropped.

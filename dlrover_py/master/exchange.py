@@ -271,8 +271,8 @@ def server(
     Args:
         app: The application.
         header_s: Seconds that a connection may take to send the head of a request.
-        exchanges: Answers plain reports of agents without a call of ``app``; None if there are no
-            such reports.
+        exchanges: Answers plain reports of agents without a call of ``app``; None: ``app`` answers
+            all requests.
         tls: TLS settings; None for plain HTTP.
     """
     protocol = http_server.TimeoutHttpProtocol if exchanges is None else _direct(exchanges)

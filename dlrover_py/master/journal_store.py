@@ -69,7 +69,7 @@ class JournalStore(Protocol):
             JournalUnwritableError: It is not known whether the journal is stored. A write that
                 hangs may still succeed. It never succeeds after a later write, nor after the next
                 master has become the writer.
-            SupersededError: Another master has become the writer.
+            SupersededError: This master is not the writer any more.
         """
 
     async def release(self) -> None:

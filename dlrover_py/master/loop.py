@@ -478,7 +478,7 @@ class Loop:
         Args:
             why: The reason, in words; the job then ends as Failed. If empty, the job ends as
                 Stopped, as by its user.
-            within_s: Longest wait in seconds. It ends without an error.
+            within_s: Longest wait in seconds. The end of the wait is no error.
         """
         self.add_events([JobStopped(why)])
         job = self._job

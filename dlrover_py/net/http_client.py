@@ -504,10 +504,10 @@ def _tls_context(ca_file: Path) -> ssl.SSLContext:
 
 
 def enable_keepalive(sock: socket.socket, silence_s: float) -> None:
-    """Have the kernel close a connection whose peer is silent, without any Python code.
+    """Have the kernel close a connection whose peer's kernel does not answer any more.
 
-    Reads and writes then fail with an OSError. If the socket listens, the setting is for each
-    connection that it accepts.
+    Reads and writes then fail with an OSError. A process that hangs is not noticed, because its
+    kernel still answers. If the socket listens, the setting is for each connection that it accepts.
 
     Args:
         sock: A TCP socket.

@@ -54,7 +54,7 @@ def start(environ: "Mapping[str, str]", collectives: "Callable[[], list[dict[str
     _started_in = os.getpid()
     hello = f"{environ.get(ROUND) or 0} {number}\n".encode()
     try:
-        connection = _connection()
+        connection = _new_socket()
     except OSError:  # too many open files: the script goes on without the thread
         return
     try:
@@ -65,8 +65,10 @@ def start(environ: "Mapping[str, str]", collectives: "Callable[[], list[dict[str
         connection.close()
 
 
-def _connection() -> "_socket.socket":
-    """Return a socket with a high descriptor.
+def _new_socket() -> "_socket.socket":
+    """Return a socket, not connected yet, with a descriptor from ``DESCRIPTOR`` on.
+
+    The descriptor is lower where the limit of open files does not allow one.
 
     Raises:
         OSError: There are no more file descriptors.

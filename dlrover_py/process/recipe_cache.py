@@ -204,7 +204,7 @@ class _Folder:
         os.close(self._fd)
 
     def read(self, name: str) -> bytes:
-        """Return the content of a file.
+        """Return the content of a file, cut at ``MAX_BYTES``.
 
         Raises:
             NotOwnedError: Another user can change it.

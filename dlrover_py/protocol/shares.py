@@ -100,7 +100,7 @@ class WritePlan(Document):
     """Version of the document; 1 if it is absent."""
 
     def part_of(self, node: str, share: WriteShare) -> tuple[list[int], list[str]]:
-        """Return the indices of chunks and the keys of objects that a node writes of its share.
+        """Return the indices of chunks and the keys of objects that a node writes of one share.
 
         Both are empty if the plan assigns nothing of this rank to the node.
 

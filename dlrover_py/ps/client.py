@@ -281,6 +281,23 @@ class PsClient:
         return request.future
 
     def _meet(self, step: int, world: int | None, *, restore: bool) -> int:
+        """Ask for a cut, or to go back to one, and wait until all workers have asked for the same.
+
+        Earlier pushes of this client are acknowledged first.
+
+        Args:
+            step: Step of the cut; -1: the newest one, to go back to.
+            world: Number of workers. None: ``WORLD_SIZE``.
+            restore: Whether to go back to a cut. Otherwise a cut is made.
+
+        Returns:
+            The step of the cut; -1 if there is none to go back to.
+
+        Raises:
+            CheckpointError: The coordinator refuses the request, or the cut fails.
+            UnreachableError: Not all workers called in time.
+            DLRoverError: This client is broken, for example because a push has failed.
+        """
         if world is None:
             world = Settings.from_environment().world
         self._meetings += 1

@@ -234,6 +234,11 @@ class Coordinator:
             self._send(route, answer)
 
     def _begin_cut(self, asked: tuple[m.Meet, ...], now: float) -> None:
+        """Begin the cut that all workers have asked for; no push is applied until it ends.
+
+        It cannot begin without a directory, during another cut, while rows are lost, or if the
+        directory refuses. The meeting then ends, and each worker is told why.
+        """
         planner, words = self.planner, ""
         if self._cuts is None:
             words = "there is no directory for cuts: start the servers with --checkpoints DIR"

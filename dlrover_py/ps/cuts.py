@@ -98,7 +98,7 @@ class CutFile:
 
         Args:
             bucket: The bucket.
-            clients: The last push of each worker.
+            clients: The last push of each worker: incarnation and sequence number.
             payload: The records of all its rows.
 
         Raises:

@@ -251,7 +251,10 @@ class Planner:
             self._set(placements=tuple(placements))
 
     def _remove(self, servers: list[str]) -> None:
-        """Take servers out of the map, and promote backups of their buckets."""
+        """Take servers out of the map, promote backups of their buckets, and plan again.
+
+        A bucket without a backup keeps its primary, unless it is loading from a cut.
+        """
         for server in servers:
             self._heard.pop(server, None)
         left = {name: at for name, at in self.map.servers.items() if name not in servers}

@@ -56,7 +56,7 @@ class Data(Protocol):
     def read(
         self, payload: Rows, buckets: Collection[int], formats: Mapping[str, RowFormat]
     ) -> Rows:
-        """Return the rows of a pull that are in some buckets.
+        """Return the rows of a pull that are in some buckets, in the order of the pull.
 
         Args:
             payload: The payload of the pull.

@@ -77,10 +77,13 @@ class EpochShards:
         return ""
 
     def end_if_complete(self) -> bool:
-        """Begin the next epoch, if each shard is finished or in quarantine, and none is leased.
+        """Begin the next epoch if each shard is finished or in quarantine.
+
+        Nothing changes if all are in quarantine. The caller must ensure that no shard is leased or
+        waits to be leased again.
 
         Returns:
-            Whether an epoch has ended.
+            Whether an epoch has ended. After the last one, :attr:`over` is true.
         """
         record = self._record
         if self.over or self._next() is not None or size(record.skipped) == record.spec.shards:

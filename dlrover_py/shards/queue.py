@@ -234,6 +234,8 @@ class ShardQueue:
     def expire(self, now: float) -> float:
         """End the leases of workers whose deadline has passed.
 
+        The shard that such a worker trained is blamed, and may go to quarantine.
+
         Args:
             now: Monotonic time.
 

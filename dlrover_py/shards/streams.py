@@ -60,7 +60,11 @@ class StreamRanges:
         return self._stream.complete
 
     def begin(self, ledger: Ledger) -> None:
-        """Take the credits of a ledger instead of the present ones."""
+        """Take the credits of a ledger, which a checkpoint has, instead of the present ones.
+
+        The quarantine and the known ends of partitions stay. A ledger with later units moves an end
+        up, and its new partitions are added.
+        """
         for partition in self._stream.partitions.values():
             partition.credited = []
         for name, runs in ledger.parts.items():

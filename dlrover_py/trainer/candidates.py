@@ -333,11 +333,11 @@ def without_rejected(
 def _ask_agent(
     agent: transfer.TransferConnection, round: int, timing: SearchTiming
 ) -> list[RestoreCandidate]:
-    """Return what memory holds; ask again after a transient error, for ``timing.ask_timeout_s``.
+    """Return the checkpoints that the nodes of a round together hold in memory, newest first.
 
-    A broken connection to the agent is replaced before. If the agent does not listen any more,
-    there is nothing to wait for. Finally the last error is raised. An error that is not transient
-    is raised immediately.
+    After a transient error the agent is asked again, for ``timing.ask_timeout_s``; then the error
+    is raised. A broken connection is replaced before. If the agent does not listen any more,
+    UnreachableError is raised at once. So is any error that is not transient.
     """
     deadline = time.monotonic() + timing.ask_timeout_s
     while True:

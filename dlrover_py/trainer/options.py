@@ -99,9 +99,11 @@ def _directory(where: str | os.PathLike[str]) -> str:
 def _keep(value: object) -> KeepRules:
     """Return the rules of retention, from rules, a number of newest checkpoints, or a mapping.
 
+    A rule that is missing or None in the mapping has its default.
+
     Raises:
-        ConfigError: the value is none of these. Also a number below 1, an unknown rule, or a rule
-            that is not a whole number from 0.
+        ConfigError: the value is none of these, the number is below 1, or a rule is unknown. Also
+            if ``highest`` is no boolean, or another rule is no whole number from 0.
     """
     if isinstance(value, KeepRules):
         return value

@@ -124,8 +124,8 @@ class RestoreTargets:
     def nest(self, region: ReplaceableSubtree, tree: object, saved: Collection[str]) -> None:
         """Nest a subtree as it was nested when it was saved.
 
-        Only the containers that were made for the load are changed. Values that were not saved are
-        removed from them, except those that only another rank has saved, and modules and the like.
+        Only the containers that were made for the load are changed. Values that the nesting lacks
+        are removed from them, except those that another rank has saved, and modules and the like.
 
         Args:
             region: one of ``subtrees``.
@@ -433,7 +433,7 @@ class OptimizerTarget:
         :meth:`finish`. The caller adds its memory to ``filled``.
 
         Args:
-            name: the name of the parameter, or a key in ``owners``.
+            name: the name of the parameter.
             entry: the name of the entry.
             dtype: the type that was saved.
             global_shape: the global shape that was saved.
@@ -461,14 +461,14 @@ class OptimizerTarget:
     def _state_tensor(
         self, name: str, entry: str, dtype: torch.dtype, global_shape: tuple[int, ...]
     ) -> torch.Tensor:
-        """Return a new tensor for an entry of a parameter's state, whose values are not set yet.
+        """Return a new tensor for an entry of a parameter's state; its values are not loaded yet.
 
         A tensor of the parameter's shape is like the parameter. Another one is a DTensor if it was
-        saved as one. Any other is on the parameter's device, except that ``step`` is on the CPU
-        unless a kernel reads it.
+        saved as one and the parameter is one. Any other is on the parameter's device, except that
+        ``step`` is on the CPU unless a kernel reads it.
 
         Args:
-            name: the name of the parameter.
+            name: the name of the parameter, or a key in ``owners``.
             entry: the name of the entry.
             dtype: the type that was saved.
             global_shape: the global shape that was saved.
@@ -511,7 +511,7 @@ class OptimizerTarget:
         """Return whether this very tensor is in the optimizer's current state.
 
         Args:
-            name: the name of the parameter.
+            name: the name of the parameter, or a key in ``owners``.
             entry: the name of the entry.
             tensor: the tensor.
         """
@@ -1035,8 +1035,9 @@ class _RestorePlanner:
     def _place_new_keys(self) -> None:
         """Find places for the keys that the state does not have yet.
 
-        A key without a place is noted as unexpected, or as a DTensor of unknown mesh. Keys that
-        belong to other ranks are ignored.
+        A key with a place is noted as a new entry. A key without one is noted as unexpected, or as
+        a DTensor of unknown mesh. Private keys are noted neither as new nor as unexpected. Keys
+        that belong to other ranks are ignored.
         """
         target, keys = self._target, self._keys
         own = private_key(target.rank, "")

@@ -337,6 +337,9 @@ class Session:
         """Try once to send the state. On failure it stays unsent until the next report is due.
 
         Nothing is raised. If the agent is gone, the socket is closed, and the next try opens it.
+
+        Args:
+            wait_s: seconds that the report may wait for space in the agent's queue.
         """
         self._unsent = True
         self._due_at = self._clock() + INTERVAL_S

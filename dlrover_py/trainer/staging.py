@@ -355,10 +355,11 @@ class Stager:
         self._pool.close_in_child()
 
     def fence(self) -> None:
-        """Wait for the copies that must be complete before an optimizer steps.
+        """Make an optimizer's step wait for the copies that must be complete before it.
 
-        torch calls this before each step of any optimizer, in the thread of the step. It returns
-        immediately if no save is under way.
+        torch calls this before each step of any optimizer that is not compiled into one graph, in
+        the thread of the step. The GPUs' current streams wait for copies of GPU tensors; the thread
+        does not. It returns immediately if no save is under way.
         """
         self.waiter = threading.get_ident()
         try:

@@ -204,7 +204,8 @@ class StandalonePersister:
     def _begin(self, request: WriteRequest) -> None:
         """Send a request to the persister; start the persister if necessary.
 
-        If this fails, nothing is raised: the reply ``failed`` is passed to ``on_reply``.
+        The caller holds ``_changed``. If this fails, nothing is raised: the reply ``failed`` is
+        passed to ``on_reply``.
         """
         self._sent_at = time.monotonic()
         try:

@@ -527,8 +527,8 @@ class StateWalk:
     ) -> object:
         """Visit a value of a subtree; return how it is nested.
 
-        The result is a dict or list of such results. For a tensor or an object it is a bool:
-        whether the value is a DTensor.
+        The result is a dict or list of the results of :meth:`_visit`, in which a module, say, is
+        None. For a tensor or an object it is a bool: whether the value is a DTensor.
 
         Args:
             key: the key of the value.
@@ -1066,7 +1066,11 @@ def _copied(value: object) -> Any:
 
 
 def has_own_keys(value: object) -> bool:
-    """Return whether a value defines its own keys, as modules and stateful objects do."""
+    """Return whether a value defines its keys in a checkpoint itself.
+
+    Modules, optimizers, `PerRank` and other objects with `state_dict` and `load_state_dict` do.
+    Tensors, mappings and other containers do not.
+    """
     kind = type(value)
     if kind in CONTAINERS or kind in LEAVES or isinstance(value, torch.Tensor):
         return False

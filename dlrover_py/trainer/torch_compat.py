@@ -268,12 +268,12 @@ def unregister_host_memory(address: int) -> None:
 
 
 def reason_of_unpickler(error: Exception) -> str:
-    """Return the line of the message of ``torch.load`` that names a refused class.
+    """Return the line of ``torch.load``'s message that names a class which is not allowed.
 
-    The result is "" for any other error.
+    The result is "" for any other error, also for a class of a module that torch blocks.
     """
     if type(error).__name__ == "UnpicklingError":  # torch's; messages leave its module out
-        named = re.search(r"WeightsUnpickler error: .*", str(error))
+        named = re.search(r"WeightsUnpickler error: .+", str(error))
         if named is not None:
             return named[0]
     return ""

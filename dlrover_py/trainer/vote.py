@@ -183,7 +183,7 @@ class SaveVotes:
             base: the parts that only rank 0 decides.
             call: the number of the call that starts the vote.
             busy: whether the persister of this rank's node is busy.
-            uncopied: the state of the save that peers copy.
+            uncopied: the state of the save that peers copy: a value of ``RankVote.uncopied``.
             stop: whether this rank, or any rank as it knows, was asked to stop.
         """
         oldest = self.attempts[0] if self.attempts else None

@@ -45,7 +45,7 @@ class SharedHosts:
 
 
 def quantity(text: str) -> Decimal:
-    """Return a quantity of Kubernetes, such as ``500m``, ``8`` or ``64Gi``, as a number.
+    """Return a Kubernetes quantity, such as ``500m``, ``8`` or ``64Gi``, as a number.
 
     Raises:
         ValueError: the text is no quantity.

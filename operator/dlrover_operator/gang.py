@@ -58,7 +58,10 @@ def change(job: ElasticJob, gang: Gang) -> Obj | None:
 
 
 def verdict(job: ElasticJob, gang: Gang) -> tuple[bool, ConditionReason, str]:
-    """Return whether the group fits the job, with a reason and words for the condition.
+    """Return whether the group fits the job, with a reason and words for ``GangReady``.
+
+    It fits if its ``minMember`` is the job's minimum, whoever owns it. A group that does not exist
+    or cannot be read does not fit.
 
     Args:
         job: the job.

@@ -286,14 +286,14 @@ class _Decision:
         try:
             job = ElasticJob.read(self._obj)
         except ConfigError:
-            return self._evicted(None)  # the condition Accepted has the reason
+            return self._only_taken_back(None)  # the condition Accepted has the reason
         template = job.worker.template.get("metadata") or {}
         if names.LABEL_QUEUE in (template.get("labels") or {}):
             why = (
                 f"two owners of quota: the label {names.LABEL_QUEUE} is on the job and in the "
                 "metadata of its Pod template; remove it from the template"
             )
-            return self._evicted(self._hold(why, keep=True))
+            return self._only_taken_back(self._hold(why, keep=True))
         now_in = next((w.queue for w in self._own if w.reserved), "")
         if not now_in and (self._obj["metadata"]["namespace"], queue) not in self._cluster.queues:
             if not queue:
@@ -307,11 +307,12 @@ class _Decision:
             note = f"; the label now names {other}: suspend and resume the job to move it"
         return self._queued(job, now_in or queue, note)
 
-    def _evicted(self, otherwise: NodeAllocation | None) -> Changes:
-        """Return what must change for a job of which nothing counts but what Kueue takes back.
+    def _only_taken_back(self, otherwise: NodeAllocation | None) -> Changes:
+        """Return what must change for a job whose spec cannot be used: only what Kueue takes back.
 
         Args:
-            otherwise: the allocation to write if Kueue takes back nothing; None if it stays.
+            otherwise: the allocation to write if Kueue takes back nothing, or the job has none yet;
+                None if it stays.
         """
         gone = [w for w in self._own if w.evicted or w.leaving]
         kept = [w for w in self._own if w.admitted and w not in gone and self._known(w)]
@@ -404,7 +405,10 @@ class _Decision:
         return all(name in self._cluster.flavors for name in workload.flavors)
 
     def _placements(self, admitted: Iterable[Workload]) -> list[PodPlace]:
-        """Return where the Pods of admitted Workloads go, and how many to each place."""
+        """Return the kinds of hosts of admitted Workloads, by name, with the number of their Pods.
+
+        All flavors of the Workloads must be known.
+        """
         found: dict[str, PodPlace] = {}
         for one in admitted:
             before = found.get(one.placement)

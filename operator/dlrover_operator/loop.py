@@ -284,9 +284,9 @@ class Operator:
                         self._drop(watch.kind, item)
 
     def _replace_all(self, kind: Kind, scope: str, items: list[_QueueItem]) -> None:
-        """Replace the view of a kind in a namespace by a new list.
+        """Replace the view of a kind in a namespace by a new list; an empty ``scope`` means all.
 
-        When this was the last kind to be listed, and at each list afterwards, all jobs are queued.
+        Once every kind was listed in every namespace, each list queues all jobs of all namespaces.
         """
         held = self._cache[kind]
         fresh = {(item.key, item.name) for item in items}

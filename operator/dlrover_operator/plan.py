@@ -230,7 +230,9 @@ class _Planner:
         """Return whether the rest of a job that is being suspended does not end by itself.
 
         The rest may be nodes that never connected, on hosts that are lost, or Pods whose agents
-        have ended. The result is False for END_GRACE_S seconds, and while a connected node is left.
+        have ended. The result is False until END_GRACE_S seconds after the suspension began, and
+        while the master does not report it. It is also False while a connected node is or may be
+        left.
         """
         facts = self._facts
         training = facts.training

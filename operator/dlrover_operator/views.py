@@ -73,7 +73,7 @@ class Views:
             kind: the kind.
             scope: the namespace; empty for all.
             labels: label selector.
-            view: returns what is kept of an object. One for which it raises is left out.
+            view: returns what is kept of an object. An object for which it raises is left out.
         """
 
         def item(obj: Obj) -> _Item:

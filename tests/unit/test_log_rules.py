@@ -123,9 +123,8 @@ def test_lines_are_counted_within_their_time(
         found.saw(3, "NCCL WARN a link is down", float(at))
         found.saw(3, "all is well", float(at))
     now = max([now, *times])
-    met = [
-        last for first, last in zip(times, times[count - 1 :], strict=False) if last - first <= within
-    ]
+    spans = zip(times, times[count - 1 :], strict=False)
+    met = [last for first, last in spans if last - first <= within]
     applies = bool(met) and now - met[-1] <= within
     finding = found.finding(float(now))
     assert (finding is not None) == applies

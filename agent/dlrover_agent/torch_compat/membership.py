@@ -487,6 +487,10 @@ async def _until(ended: asyncio.Event, tasks: set[asyncio.Task[Any]]) -> None:
 
     A task that returns does not end the wait. So a node that was refused still runs the master. The
     exception of a task that fails is raised.
+
+    Args:
+        ended: ends the wait.
+        tasks: the tasks, one of which must wait for ``ended``. Those that return are removed.
     """
     while not ended.is_set():
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -413,8 +413,9 @@ class WarmPool:
         """Learn from what the observed workers of the last round had imported when they ended.
 
         A job that fails early would otherwise never have a recipe. If the recipe has grown, a
-        zygote is built from it. The records are closed and deleted. A disk that does not answer
-        costs the recipe, and ``FILES_S``.
+        zygote is built from it, in a task. The records are closed and deleted. If the disk does not
+        answer within ``FILES_S``, nothing is learned. Records that contradict each other, or cannot
+        be read, end all warm starts.
         """
         grown = await self._observer.end()
         if grown is not None and not self.disabled_reason and (grown or not self._complete):
@@ -713,8 +714,9 @@ class WarmPool:
         """Fork workers from the zygote; None if that fails, and they must be started cold.
 
         The result is also None without a zygote, or for more than ``MAX_FDS // 3`` workers. A
-        zygote that fails is replaced. The workers wait for :meth:`ForkedProcess.go`. They are
-        observed if the recipe is of workers that had ended early.
+        zygote that fails is replaced; if it refuses for the same reason as one before, warm starts
+        end instead. The workers wait for :meth:`ForkedProcess.go`. Their imports are recorded if
+        the recipe comes from workers that ended before they had come to rest.
         """
         if 3 * len(requests) > MAX_FDS:
             return None  # too many for one message; a start of so many workers is slow anyway
@@ -797,7 +799,7 @@ class WarmPool:
         self.reap_later(ended.process)
 
     def reap_later(self, killed: "subprocess.Popen[bytes]") -> None:
-        """Keep a child that was killed until it is reaped.
+        """Keep the ``Popen`` object of a killed child until the child is reaped.
 
         Otherwise it would be reaped as an orphan. Its ``Popen`` object could then take the exit
         status of a later child that has the same process id.

@@ -159,7 +159,8 @@ def _write_error_file(error: BaseException) -> None:
 def _hide_own_frames() -> None:
     """Let the interpreter report the current exception without DLRover's stack frames.
 
-    The function replaces ``sys.excepthook`` until the first report.
+    The function replaces ``sys.excepthook`` until the first report. Only the outer frames, which
+    lead to the script, are hidden.
     """
     report = sys.excepthook
 

@@ -338,7 +338,7 @@ def _by_text(text: str, most: Confidence) -> FailureCause | None:
 
     Args:
         text: Type and text of an exception, or a line of output.
-        most: The greatest confidence: less for text that may not be about the end.
+        most: The greatest confidence of the cause; lower for text that may not be about the end.
     """
     if (found := _XID.search(text)) is not None and int(found[1]) in XIDS:
         failure_class, meaning = XIDS[int(found[1])]

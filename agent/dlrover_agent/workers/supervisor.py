@@ -393,7 +393,7 @@ class WorkerSupervisor:
         """Start a worker without a zygote.
 
         Args:
-            prepared: The worker, and the pipes of its output.
+            prepared: The worker, and the pipes of its output, which the caller still has to close.
             argv: Command line, which may differ from the worker's own to observe its imports.
 
         Raises:

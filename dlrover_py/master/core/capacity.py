@@ -218,9 +218,9 @@ class Capacity:
     def ban_host(self, node: Node, kind: HostFaultKind) -> None:
         """Count a strike against the node's host, which may be at fault, and ban it for a while.
 
-        The fault is noted for other jobs, too. No host is banned if it is not known, or if no
-        living node is on another one. The same holds where nodes come by themselves, or where the
-        platform cannot keep nodes off hosts.
+        The fault of a known host is always noted for other jobs, too. Neither a strike nor a ban
+        follows if the host is not known, or if no living node is on another one. The same holds
+        where nodes come by themselves, or where the platform cannot keep nodes off hosts.
 
         Args:
             node: The node.

@@ -116,10 +116,11 @@ class Departures:
     def node_leaving(self, node: Node, why: str) -> None:
         """Mark a node as leaving with notice, and have its place filled without a charge.
 
-        Where nodes come by themselves, only a node that comes fills the place. An event is
-        recorded, and an agent that has reported gets an order to stop. If the node trains, the
-        newest checkpoint in memory is requested to be stored. If the current round still needs the
-        node, a next round is declared.
+        It must not be leaving already: each call requests a replacement. Where nodes come by
+        themselves, none is requested. The node is not deleted here. An event is recorded, and an
+        agent that has reported gets an order to stop. If the node trains, the newest checkpoint in
+        memory is requested to be stored. If the current round still needs the node, a next round
+        is declared.
         """
         self.live.nodes.leave(node, why)
         self.live.leave_checks(node.id)

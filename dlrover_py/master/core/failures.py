@@ -11,8 +11,8 @@ from dlrover_py.master.core.policy import (
     Budgets,
     FailureAction,
     FailureDecision,
-    after_restart,
     after_worker_failure,
+    decide_by_budgets,
     dies_early,
     in_words,
     manner,
@@ -91,7 +91,7 @@ class Failures:
             why: The failure, in words.
             event: Id of the event of the failure.
         """
-        self._apply_decision(node, after_restart(why, **self._budgets(node)), kind, why, event)
+        self._apply_decision(node, decide_by_budgets(why, **self._budgets(node)), kind, why, event)
 
     def agent_gave_up(self, node: Node, why: str) -> None:
         """End the job, because an agent refuses to go on and cannot be replaced."""
@@ -126,7 +126,7 @@ class Failures:
         Progress is steady if a round has run for ``forgive_after_s`` and reached a new step, and no
         next round is pending. If the script reports no steps, ten times as long is required, and no
         step. The last exception, early death and lack of memory are forgotten, too. An event is
-        recorded only if something had been charged.
+        recorded only if anything was refilled or forgotten.
         """
         if (
             self.state.phase is not JobPhase.RUNNING

@@ -69,10 +69,10 @@ class Goodput:
         self.log.record(EventReason.TRAINING_RESUMED, message, cause=cause, since=since)
 
     def reached(self, step: int) -> None:
-        """Take in a step that was reached before the current round began, or while it was ended.
+        """Take in a step that was reached before the current round began, or while one was stopped.
 
-        The step is no progress of the current round: neither a restart budget nor the account of
-        time gains from it.
+        Time to repeat it counts as wasted. It is no progress of the current round, and refills no
+        restart budget.
         """
         state, live = self.state, self.live
         state.max_step = step if state.max_step is None else max(step, state.max_step)

@@ -317,9 +317,10 @@ class Health:
     ) -> Iterator[Finding]:
         """Judge the nodes of a group that passed, by their speed.
 
-        A slow node that is excluded if slow is in doubt at first, and slow the second time. All
-        other nodes are good. Nodes that have a verdict are left out. So are nodes that passed alone
-        after a failure. Each verdict is set when its finding is taken from the iterator.
+        A slow node whose record has ``exclude_slow`` is in doubt the first time. The second time,
+        its verdict is ``SLOW``. All other nodes are good. Nodes that have a verdict are left out.
+        So are nodes that passed alone after a failure. Each verdict is set when its finding is
+        taken from the iterator.
 
         Args:
             check_group: The group.

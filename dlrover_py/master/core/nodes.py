@@ -337,8 +337,8 @@ class Nodes:
         Args:
             node_id: Id of the node; a known node of this id is replaced.
             record: What is known about it; None if nothing is.
-            failed_before_report: Nodes in a row, in its place, that ended before their first
-                report.
+            failed_before_report: Number of nodes before it, in its place and in a row, that ended
+                before their first report.
         """
         node = Node(node_id, record or NodeRecord(), failed_before_report=failed_before_report)
         self.by_id[node_id] = node

@@ -68,10 +68,10 @@ def after_worker_failure(
             f"the same exception was raised again {where}, so another restart would not help: "
             f"{failure.message}",
         )
-    return after_restart(failure.message, **budgets)
+    return decide_by_budgets(failure.message, **budgets)
 
 
-def after_restart(message: str, **budgets: Unpack[Budgets]) -> FailureDecision:
+def decide_by_budgets(message: str, **budgets: Unpack[Budgets]) -> FailureDecision:
     """Decide what follows from a failure, by the budgets alone; nothing is counted here.
 
     The workers are restarted while the node has restarts left. Then the node is replaced, if the

@@ -45,9 +45,8 @@ class TrainingReports:
     def take(self, node: Node, report: AgentReport) -> None:
         """Take in a report about the current round from one of its members.
 
-        Progress and the state of data loaders are always taken in. Only one of three further facts
-        is acted on. A failure of the workers comes first, then a stop because the node was cut off,
-        then a success.
+        Progress and the state of data loaders are always taken in. Of three further facts only the
+        first is acted on: a failure of the workers, a stop because the node was cut off, a success.
         """
         self._tuning.take_report(node, report)
         if report.progress is not None:

@@ -483,7 +483,10 @@ def _recent(record: ScalingRecord, now: float) -> list[Move]:
 
 
 def _reversible_at(record: ScalingRecord, now: float, goal: int, size: int) -> float:
-    """Return from when on this change is allowed: it must be the only reversal within an hour."""
+    """Return from when on the size may change from ``size`` to ``goal``; 0 if it may at any time.
+
+    A change against the direction of the last one must be the only reversal within an hour.
+    """
     if not record.moves or (record.moves[-1].goal > record.moves[-1].start) == (goal > size):
         return 0.0
     turns = [

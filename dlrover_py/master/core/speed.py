@@ -72,7 +72,10 @@ class SpeedMeter:
         self._start = None
 
     def speed(self) -> float | None:
-        """Return the steps per second; None until it was known exactly enough."""
+        """Return the steps per second; None until they were once known exactly enough.
+
+        After ``PATIENCE`` windows they count although they are not exact.
+        """
         windows = list(self._windows)
         if len(windows) < WINDOWS:
             return None

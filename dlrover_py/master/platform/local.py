@@ -46,7 +46,8 @@ class LocalPlatform:
 
         Raises:
             UnreachableError: The connection could not be opened, or broke.
-            InvariantError: A line of the watch has no content that this master knows.
+            InvariantError: A line of kind ``job`` has no job.
+            ValidationError: A line of the watch is no event that this master knows.
         """
         first: list[Event] | None = []
         async for line in self._client.lines("/v1/watch"):
@@ -80,7 +81,7 @@ def _event(seen: WatchEvent) -> Event:
     """Return a line of the watch as an event of the core.
 
     Raises:
-        InvariantError: The kind of the line is unknown, or a line of kind ``job`` has no job.
+        InvariantError: A line of kind ``job`` has no job.
     """
     node = NodeId(seen.node)
     match seen.kind:

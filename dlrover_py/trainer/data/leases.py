@@ -499,11 +499,14 @@ class ShardLoader:
             self._lose(lost)
 
     def _lose(self, lost: set[int]) -> None:
-        """Handle leases that have ended too early.
+        """Drop leases that others have now, and warn; what was not reported does not count.
+
+        Args:
+            lost: tokens of these leases.
 
         Raises:
-            SupersededError: with ``exactly_once_effect``, the model has learnt from samples that
-                others train as well.
+            SupersededError: with ``exactly_once_effect``, the model may have learnt from samples
+                that others train as well.
         """
         why = (
             f"dataset {self.name}: {len(lost)} shards of this worker were given to others, because "

@@ -112,14 +112,15 @@ class ElasticLoader:
         """The step that the script computes now; None before the first and after a load."""
 
     def weigh_by(self, count: Callable[[Any], Any]) -> None:
-        """Let the gradient be the mean over something else than samples, such as tokens.
+        """Let :meth:`TrainingStep.weigh` average over something other than samples, such as tokens.
 
-        Call this right after the loader was created. All micro-batches of a step are then read
-        before the first one is computed, and the ranks add up their counts.
+        Call this right after the loader was created. The gradient changes only if the script uses
+        ``weigh``. All micro-batches of a step are then read before the first one is computed, and
+        the ranks add up their counts.
 
         Args:
-            count: gets a batch as the ``DataLoader`` has collated it. It returns a number from 0,
-                such as that of the tokens that are not padding.
+            count: gets a batch as the ``DataLoader`` has collated it. It returns a finite number
+                from 0, such as that of the tokens that are not padding.
         """
         self.weight = count
 
@@ -446,7 +447,7 @@ class TrainingStep:
         Raises:
             ConfigError: the step has been committed or discarded, is not the current one, or has
                 micro-batches that were not computed. Or a state was taken after the last
-                micro-batch: it has a model that learnt from the step, with a position before it.
+                micro-batch: its model may have learnt from the step, but its position is before it.
         """
         if self.committed or self.discarded or self._loader._step is not self:
             raise ConfigError(

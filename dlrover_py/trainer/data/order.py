@@ -38,7 +38,10 @@ class SampleOrder:
     permuted, and the samples inside of each block. The rest that fills no block comes last."""
 
     def at(self, positions: Tensor) -> Tensor:
-        """Return the samples at some positions from 0 to ``length``; both are int64 tensors."""
+        """Return the samples at some positions; both are int64 tensors.
+
+        Positions are from 0 to ``length - 1``. Without ``shuffle`` the argument itself is returned.
+        """
         if not self.shuffle:
             return positions
         if self.block == 1:
@@ -71,7 +74,7 @@ class SampleOrder:
 
 
 class _Permutation:
-    """A permutation of the numbers from 0 to ``length``, chosen by a key."""
+    """A permutation of the numbers from 0 to ``length - 1``, chosen by a key."""
 
     def __init__(self, length: int, key: str) -> None:
         self._length = length

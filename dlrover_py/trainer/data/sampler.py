@@ -259,6 +259,8 @@ def _samples(order: SampleOrder, ranges: list[range]) -> Iterator[list[int]]:
 def _counted(what: str, value: object, *, least: int) -> int:
     """Return a value as an int if it is a whole number from ``least`` to 2**53.
 
+    An integer of NumPy is accepted. A float such as 3.0 and a bool are not.
+
     Raises:
         ConfigError: it is not.
     """

@@ -239,7 +239,11 @@ class ElasticEngine:
                 yield name, part
 
     def _make_placeholders(self) -> None:
-        """Give each partition without optimizer state one, by a step that changes no weight."""
+        """Give each partition without optimizer state a state of zeros, which a load can fill.
+
+        A step of the optimizer makes it, and the weights are put back afterwards. The next backward
+        pass removes it if nothing was loaded.
+        """
         base = self.engine.optimizer.optimizer
         groups = base.param_groups
         for flat, group in self._shards.partitions():

@@ -58,7 +58,7 @@ class ElasticStrategy(DDPStrategy):
     """Trains with DDP in the world that the launcher has made; a restart may have another one.
 
     It works under ``elastic-run``, ``torchrun`` and ``python``. ``devices`` and ``num_nodes`` of
-    the trainer are ignored: there is one device for each worker.
+    the trainer do not make the world. With GPUs, ``devices`` must leave one for each worker.
     """
 
     def __init__(self, checkpointer: Checkpointer | None = None, **options: Any) -> None:
@@ -92,7 +92,8 @@ class ElasticStrategy(DDPStrategy):
         """The device of this worker.
 
         Raises:
-            ConfigError: this node has fewer devices than workers.
+            ConfigError: the trainer has no device for this worker's local rank. With CPUs, all
+                workers share one.
         """
         devices = self.parallel_devices or [torch.device("cpu")]
         here = session.world()
@@ -143,10 +144,11 @@ class ElasticStrategy(DDPStrategy):
         return self._run.step.micro_batch
 
     def setup(self, trainer: Trainer) -> None:
-        """Wrap the model, and load the newest checkpoint. All ranks must call it together.
+        """Wrap the model; in ``fit``, load the newest checkpoint. All ranks must call it together.
 
         Raises:
-            ConfigError: the optimizer or a scheduler cannot be exact.
+            ConfigError: in ``fit``, there is not one optimizer, it is LBFGS, or ReduceLROnPlateau
+                has the interval "step".
             CheckpointError: there are checkpoints, but none could be loaded.
         """
         super().setup(trainer)

@@ -176,7 +176,10 @@ class SlowWatch:
         }
 
     def _against_peers(self, window: Window) -> Slowness | None:
-        """Return whether one node has waited for data longer than all others, again and again."""
+        """Return the slowness of a node that waits far longer for data than the others, else None.
+
+        It must be the same node in ``PEER_WINDOWS`` calls in a row. Each call counts as one window.
+        """
         waits = {name: parts.data for name, parts in window.nodes.items()}
         if len(waits) < 2:
             return None

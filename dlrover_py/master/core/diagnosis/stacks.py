@@ -123,7 +123,7 @@ def folded(workers: Sequence[WorkerSnapshot], most: int = 40) -> list[str]:
 
     Args:
         workers: All workers of the snapshot.
-        most: Most lines; the last one then counts the rest.
+        most: Largest number of lines. If there are more, the last one counts the rest.
     """
     groups: dict[tuple[str, str, str], list[WorkerSnapshot]] = {}
     for worker in workers:

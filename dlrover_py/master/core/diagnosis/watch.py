@@ -178,7 +178,11 @@ class Diagnosis:
         self._asked.clear()
 
     def _finish_if_complete(self) -> None:
-        """Make the verdict once all nodes have answered, or the time is over."""
+        """Once all living nodes have answered, or the time is over, judge and keep the evidence.
+
+        A hang is reported, and may end the round, unless a user asked for the snapshot. There is no
+        verdict if the job has made a step since the request.
+        """
         due = self._requested_at + SNAPSHOT_S
         gone = {
             n for n in self._asked if (node := self.live.nodes.get(n)) is None or not node.alive

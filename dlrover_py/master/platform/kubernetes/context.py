@@ -117,6 +117,9 @@ class JobContext:
         Args:
             seen: The Pod.
             grace_s: Seconds that its containers get; None for the Pod's own period.
+
+        Raises:
+            KubeError: The API server refuses the deletion, or does not answer.
         """
         await self.kube.delete(PODS, seen.name, self.namespace, uid=seen.uid, grace_s=grace_s)
 

@@ -186,10 +186,11 @@ class KubernetesPlatform:
         await self._ender.delete_node(node, grace_s)
 
     async def publish(self, status: JobStatus) -> None:
-        """Write the master's part of the status if it has changed, and the new events.
+        """Write the master's part of the status if it has changed, then send the new events.
 
-        A change of the progress alone is not written within ``progress_s`` seconds of the last
-        write. Nothing is done for an ElasticJob that was deleted without its Pods.
+        A change of only progress, goodput, streams or details of nodes is not written within
+        ``progress_s`` seconds of the last write. The events are sent in the background. Nothing is
+        done for an ElasticJob that was deleted without its Pods.
 
         Raises:
             SupersededError: Another master has begun a later term.

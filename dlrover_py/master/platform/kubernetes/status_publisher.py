@@ -59,13 +59,14 @@ class StatusPublisher:
     async def publish(self, status: JobStatus) -> None:
         """Write the master's part of the status if it has changed, and the new events.
 
-        A change of the progress alone is not written within ``progress_s`` seconds of the last
-        write. Events are sent only after a write, in the background. Nothing is done for an
-        ElasticJob that was deleted without its Pods.
+        A change of fields in ``VOLATILE`` alone is not written within ``progress_s`` seconds of the
+        last write. New events cause a write, and are sent after it, in the background. Nothing is
+        done for an ElasticJob that was deleted without its Pods.
 
         Raises:
             SupersededError: Another master has begun a later term.
-            TransientError: The API server does not answer, or refuses.
+            TransientError: The API server does not answer, or refuses. If the ElasticJob is gone,
+                a warning is logged instead.
         """
         jobs, context = self._jobs, self._context
         if jobs.orphaned:
@@ -132,8 +133,8 @@ def status_body(
 ) -> Obj:
     """Return the master's part of ``status``; ``training`` in it has at most 50 kB.
 
-    Nothing is written. Numbers that are NaN or infinite, and nodes and events beyond the limit, are
-    left out.
+    Nothing is written. Numbers that are NaN or infinite are left out. So are nodes, events and
+    partitions of streams beyond the limits.
 
     Args:
         status: The complete status of the job.
