@@ -433,7 +433,7 @@ class OptimizerTarget:
         :meth:`finish`. The caller adds its memory to ``filled``.
 
         Args:
-            name: the name of the parameter.
+            name: the name of the parameter, or a key in ``owners``.
             entry: the name of the entry.
             dtype: the type that was saved.
             global_shape: the global shape that was saved.
@@ -468,7 +468,7 @@ class OptimizerTarget:
         ``step`` is on the CPU unless a kernel reads it.
 
         Args:
-            name: the name of the parameter, or a key in ``owners``.
+            name: the name of the parameter.
             entry: the name of the entry.
             dtype: the type that was saved.
             global_shape: the global shape that was saved.
