@@ -149,7 +149,7 @@ def matmul(sizes: Sizes, device: torch.device, *, repeat: int = 1) -> float:
     """Return the median seconds of a matrix product, or of ``repeat`` products.
 
     Args:
-        sizes: Size of the matrices, and number of products.
+        sizes: Size of the matrices, and number of runs that are timed.
         device: Device that computes them.
         repeat: Number of products that are timed as one, for tests.
 

@@ -60,7 +60,11 @@ class RestartLog:
         self._write(stepped=False)
 
     def _write(self, *, stepped: bool) -> None:
-        """Log the restart that has not been logged yet, and forget it; do nothing without one."""
+        """Log the restart that has not been logged yet, and forget it; do nothing without one.
+
+        Args:
+            stepped: Whether the first step after the restart has just been reported.
+        """
         if self._pending is None:
             return
         (assignment, broke_at, began), self._pending = self._pending, None

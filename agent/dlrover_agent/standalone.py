@@ -507,15 +507,15 @@ class OwnMaster:
         """Start the master again whenever it has died or hangs, until cancelled.
 
         A master that hangs is killed first. Its journal, the file with its state, is kept. The
-        listening socket stays open in this process.
+        listening sockets stay open in this process. Cancellation does not end the master.
 
         The pauses before the starts grow while the master dies soon. A start that the system
-        refuses, or whose token file cannot be written, is tried again without a limit. Each end is
-        logged.
+        refuses, or whose token file cannot be written, is tried again without a limit. Each end
+        before a start is logged.
 
         Args:
-            non_worker_pids: Process ids of child processes that are not workers. The master is
-                added.
+            non_worker_pids: Process ids of child processes that are not workers. The master's is
+                among them while it runs.
 
         Raises:
             ConfigError: The master has refused its settings.

@@ -376,9 +376,10 @@ class ClusterClient:
     async def _write(self, desired: Obj, *, apply: bool, dry_run: bool) -> tuple[str, Obj]:
         """Create an object, or with ``apply`` replace an existing one; return what was done.
 
-        The word is ``submitted``, ``changed`` or ``unchanged``. ``suspend`` stays as it is if the
-        file does not set it. With ``apply``, the write is tried ``APPLY_TRIES`` times while others
-        change the object.
+        The word is ``submitted``, ``changed`` or ``unchanged``, also with ``dry_run``, with which
+        the server only checks. Labels, annotations and ``suspend`` stay if the file does not set
+        them. With ``apply``, the write is tried ``APPLY_TRIES`` times while others change the
+        object.
 
         Raises:
             AlreadyExistsError: the object exists, and ``apply`` is false.

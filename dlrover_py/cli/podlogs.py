@@ -138,13 +138,13 @@ class PodLogs:
         return found[-TAIL_LINES:]
 
     async def follow(self, until: Callable[[], Awaitable[None]], *, ended: bool) -> None:
-        """Print the logs of all Pods at the same time, and follow them to the end of the job.
+        """Print the logs of the selected Pods at the same time, and follow them to the job's end.
 
         After the end of the job, the logs have ``FINISH_S`` seconds to reach their end; the rest is
         lost. Transient errors are retried every ``RETRY_S`` seconds, without a limit.
 
         Args:
-            until: wait for the end of the job.
+            until: called once; returns at the end of the job.
             ended: the job has ended, so the logs of ended Pods are printed, too.
 
         Raises:
@@ -282,7 +282,8 @@ class PodLogs:
     def _write(self, pod: _Pod, line: bytes) -> None:
         """Print a line if the query selects it; otherwise drop it.
 
-        The query selects either the lines of the agent or those of the workers.
+        In the Pod of a node, the query selects either the lines of the agent or those of the
+        workers. All lines of the master are printed.
         """
         if pod.label != "master" and self._query.agents != bool(_AGENT.match(line)):
             return

@@ -42,7 +42,8 @@ def node_timelines(status: JobStatus, events: Sequence[JobEvent], end: float) ->
     Args:
         status: status of the job.
         events: oldest first, completed by :func:`with_node_and_round`.
-        end: end of the picture, in Unix seconds. Present nodes last until then.
+        end: end of the picture, in Unix seconds. Present nodes last until then, or until the job
+            ended.
     """
     first: dict[str, float] = {}
     last: dict[str, float] = {}

@@ -224,8 +224,8 @@ class PendingCycle:
     def _answer(self, status: int, body: bytes) -> None:
         """Write the reply, and close the connection if it is not to be kept.
 
-        Nothing is written to a connection that is closing. A connection that may lead to a replaced
-        master is closed after the reply, although the agent would keep it.
+        Nothing is written to a connection that is closing. If this master may have been replaced,
+        an old connection is closed after the reply, so that the agent opens a new one.
         """
         protocol = self._protocol
         self.response_complete = True

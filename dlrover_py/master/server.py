@@ -498,13 +498,13 @@ def health_app(
 ) -> ASGIApp:
     """Return the application for health, readiness and metrics.
 
-    The metrics of the job are registered here, so this function must be called once for each
+    The metrics of the job are registered here, so this function may be called only once for a
     registry. Nothing is served yet, and no page needs a token.
 
     Args:
         loop: The loop that runs the job.
         registry: Registry of the metrics.
-        dead_s: Seconds without a turn of the loop after which the master is unhealthy.
+        dead_s: Seconds without a turn of the loop after which a master that is ready is unhealthy.
         certificate_ends: End of the certificate for agents, in Unix seconds; None without one.
     """
     registry.register(_JobMetrics(loop, certificate_ends))

@@ -78,9 +78,9 @@ class _Connection:
             max_bytes: Largest body of the reply in bytes.
 
         Raises:
-            ConnectionError: If the body is larger, or the connection was closed too early.
+            ConnectionError: If the body is larger, or the connection was closed before the body.
             OSError: If the connection fails.
-            h11.RemoteProtocolError: If the reply is not HTTP.
+            h11.RemoteProtocolError: If the reply is not HTTP, or ends within its body.
         """
         await self.send(request, body)
         status, received = 0, bytearray()
@@ -98,9 +98,9 @@ class _Connection:
         It is the head (Response), a part of the body (Data) or the end (EndOfMessage).
 
         Raises:
-            ConnectionError: If the connection was closed before the reply was complete.
+            ConnectionError: If the connection was closed before the head was complete.
             OSError: If the connection fails.
-            h11.RemoteProtocolError: If the reply is not HTTP.
+            h11.RemoteProtocolError: If the reply is not HTTP, or ends within its body.
         """
         while True:
             event = self._http.next_event()
@@ -303,7 +303,8 @@ class HttpClient:
 
         Raises:
             OSError: If the new connection cannot be opened or fails, or its reply is too large.
-            h11.RemoteProtocolError: If the reply on the new connection is not HTTP.
+            h11.RemoteProtocolError: If the reply on the new connection is not HTTP, or ends within
+                its body.
             UnauthorizedError: If the server of the new connection has not proved its token.
         """
         while self._idle:
@@ -335,7 +336,7 @@ class HttpClient:
 
         Raises:
             OSError: If the connection fails, or the reply is too large.
-            h11.RemoteProtocolError: If the reply is not HTTP.
+            h11.RemoteProtocolError: If the reply is not HTTP, or ends within its body.
         """
         done = False
         try:

@@ -53,7 +53,10 @@ def checkpoint_activations(
 def _outermost(
     module: nn.Module, modules: type[nn.Module] | tuple[type[nn.Module], ...] | None
 ) -> Iterator[nn.Module]:
-    """Yield the chosen modules of a model that are not within another chosen one."""
+    """Yield the chosen modules within a model that are not within another chosen one.
+
+    With None, the entries of each ``nn.ModuleList`` are chosen. The model itself never is.
+    """
     for child in module.children():
         if modules is None:
             chosen = isinstance(module, nn.ModuleList) and not isinstance(child, nn.ModuleList)

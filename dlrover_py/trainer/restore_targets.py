@@ -511,7 +511,8 @@ class OptimizerTarget:
         """Return whether this very tensor is in the optimizer's current state.
 
         Args:
-            name: the name of the parameter, or a key in ``owners``.
+            name: the name of a parameter that this rank has, or a key of the state that is a string
+                (``owners``).
             entry: the name of the entry.
             tensor: the tensor.
         """
@@ -972,7 +973,8 @@ class _RestorePlanner:
 
         The hyperparameters of a matched group are planned. A group without a saved one is noted as
         missing, and one that may be several saved groups as ambiguous. The optimizer counts as
-        loaded if the checkpoint has a group of it.
+        loaded if the checkpoint has a group of it. Its ``sharded``, ``owners`` and ``saved`` are
+        filled, which :meth:`_plan_optimizer_state` needs.
         """
         saved: list[Any] = []
         keys: list[list[str]] = []

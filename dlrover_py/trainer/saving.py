@@ -70,11 +70,12 @@ class SaveStarter:
 
         Args:
             context: the context of this worker.
-            attempt: the save. It is noted there whether it is missed.
+            attempt: the save. Its ``missed`` is set, and ``staging`` if the copy has started.
             state: what is saved.
             metric: how good the step is; None if it is not known.
             protected: checkpoints whose slots must not be filled.
-            last: whether to wait for a slot that another process reads, for about two seconds.
+            last: whether this is the last save before a stop. It waits about two seconds for a slot
+                that another process reads.
 
         Raises:
             ConfigError: the state cannot be saved, and no state could be saved before.

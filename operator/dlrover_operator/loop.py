@@ -692,8 +692,8 @@ class Operator:
     async def _record_event(self, key: Key, job: Obj, action: actions.RecordEvent) -> None:
         """Create an event whose name is derived from its contents, so that it is created once.
 
-        An event that exists is left as it is. A refusal is only logged, because the condition of
-        the job has the same message.
+        An event that exists is left as it is. Any other failure is only logged, because the
+        condition of the job has the same message.
 
         Args:
             key: Namespace and name of the job.

@@ -184,7 +184,7 @@ class PeerProbe:
                         self._socket.sendto(self._signed(ANSWER, probe.nonce), sender)
 
     def _peer_seen(self) -> None:
-        """Call ``on_peer_seen``; log a line the first time."""
+        """Call ``on_peer_seen`` after a valid datagram of a peer; log a line the first time."""
         if not self._has_seen_peer:
             self._has_seen_peer = True
             log.info(

@@ -41,9 +41,10 @@ class ReservedPort:
         self.offer = Offer(addr=addr, port=self._socket.getsockname()[1])
 
     def hand_over(self) -> socket.socket | None:
-        """Return the listening socket, which the caller owns from now on; None if only bound.
+        """Return the listening socket, which the caller owns from now on.
 
-        It must be called once only: a second call returns a socket that is of no use.
+        If the port is only bound, the result is None, and the port stays reserved. Call this once
+        only: a second call returns a socket that is of no use.
         """
         if not self._is_listening:
             return None

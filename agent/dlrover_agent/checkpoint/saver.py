@@ -398,10 +398,10 @@ class Saver:
         return ""
 
     def _start_write(self, new: PersistRequest) -> None:
-        """Request from the persister that it writes a checkpoint to storage; start it if necessary.
+        """Request from the persister that it stores a checkpoint; start its process if necessary.
 
-        Its replies arrive in :meth:`_on_reply`. If there is no directory or no memory, the attempt
-        is reported as failed immediately.
+        Its replies arrive in :meth:`_on_reply`. The attempt is reported as failed immediately if
+        there is no usable directory, or this node has no shared memory for checkpoints.
         """
         self._request, self._granted = new, False
         self._progress = PersistProgress(attempt=new.attempt)

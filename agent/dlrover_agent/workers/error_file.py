@@ -94,7 +94,8 @@ def _find(fd: int, key: bytes) -> int:
 def decoded(piece: bytes) -> str:
     """Decode the beginning of a JSON string, which may be cut at any byte.
 
-    The text ends before a cut escape or character. It is empty if nothing can be decoded.
+    The piece begins after the opening quote; a closing quote ends the text. A cut escape is left
+    out, and a cut character becomes U+FFFD. The text is empty if nothing can be decoded.
     """
     found = _STRING.match(piece.decode("utf-8", "replace"))
     text = found[0] if found is not None else ""

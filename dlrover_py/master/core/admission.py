@@ -44,7 +44,7 @@ class Admission:
         """Take in a node's request for a check, and the result of its check.
 
         A node that asks is kept out of rounds until its check has passed. A request is ignored if
-        the node leaves, or is a member of the current round.
+        the node leaves, or is a member of the current round; a result is not.
         """
         if report.check is not None:
             self.live.health.take(node.id, report.checks, report.check)

@@ -636,9 +636,14 @@ def _run_lengths(sizes: Sequence[tuple[int, int]], name: str) -> list[tuple[int,
 
 
 def _parts(source: ShardSource | StreamSource, lease: ShardLease) -> Iterator[tuple[int, int, Any]]:
-    """Yield the parts of a lease that belong to its records: first unit, the one behind, record.
+    """Yield the parts of a lease: first unit, the unit after the last one, and the record.
 
-    This is no method, because a loader must not refer to itself: its name is free once it is gone.
+    Units count from the start of the shard, or of a stream's range. A rest in which no record
+    begins is a part with ``_NOTHING``. This is no method, because a loader must not refer to
+    itself: its name is free once it is gone.
+
+    Raises:
+        ShardUnreadableError: the source cannot read the shard.
     """
     stream = isinstance(source, StreamSource)
     shift = lease.start if stream else 0

@@ -229,10 +229,10 @@ class ElasticLoader:
             ledger.end()
 
     def _begin_reading(self) -> tuple[Iterator[list[MicroBatch]], Iterator[Any]]:
-        """Begin to read from the committed position on, with the present settings.
+        """Begin to read the rest of the epoch from the committed position, with present settings.
 
         Returns:
-            This rank's micro-batches step by step, and what the dataset has for each of them.
+            This rank's micro-batches step by step, and the data of each micro-batch.
         """
         sampler, workers = self.sampler, self._settings.workers
         if workers != self.loader.num_workers:
