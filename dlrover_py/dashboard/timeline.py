@@ -38,6 +38,7 @@ def node_timelines(status: JobStatus, events: Sequence[JobEvent], end: float) ->
     """Return a timeline for each node that the events or the status name.
 
     A node whose start is not known began with the job. ``lost`` is also true for a node that left.
+    A node that has returned since is not lost; its line covers its absence.
 
     Args:
         status: status of the job.
@@ -52,6 +53,8 @@ def node_timelines(status: JobStatus, events: Sequence[JobEvent], end: float) ->
             first.setdefault(node, event.at)
             if event.reason in (EventReason.NODE_LOST, EventReason.NODE_LEFT):
                 last[node] = event.at
+            elif event.reason in (EventReason.NODE_JOINED, EventReason.NODE_RESTARTED):
+                last.pop(node, None)  # where nodes come by themselves, a lost one may return
     for known in status.nodes:
         first.setdefault(known.id, status.started_at)
     if status.phase.ended and status.ended_at is not None:

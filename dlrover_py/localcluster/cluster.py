@@ -1226,6 +1226,8 @@ def _tail(path: Path) -> str:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - OUTPUT_TAIL))
         text = file.read(OUTPUT_TAIL).decode("utf-8", "replace")
+        if size > OUTPUT_TAIL:  # the first line may lack its beginning, and so be no JSON
+            text = text.partition("\n")[2] or text
         lines = [line for line in text.splitlines() if line and not line.startswith("{")]
         return "\n".join(lines[-10:])
     return ""

@@ -1,10 +1,11 @@
 """The job on this machine, before a process of it is started."""
 
+import json
 from pathlib import Path
 
 import pytest
 
-from dlrover_py.localcluster.cluster import JobPaths, LocalCluster
+from dlrover_py.localcluster.cluster import OUTPUT_TAIL, JobPaths, LocalCluster, _tail
 from dlrover_py.protocol.errors import ConfigError, DLRoverError, FileLimitError
 from tests.builders import elastic_job
 from tests.limits import open_files, room_for
@@ -40,3 +41,9 @@ def test_a_socket_that_cannot_be_made_is_told(tmp_path: Path) -> None:
         prepared(tmp_path, "x" * 120)
     assert not (tmp_path / "run" / ("x" * 120)).exists()
     assert not (tmp_path / "state" / ("x" * 120)).exists(), "it would be listed as a killed run"
+
+
+def test_of_a_line_that_the_tail_cuts_nothing_is_told(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(json.dumps({"event": "x" * OUTPUT_TAIL}) + "\nTraceback\nKeyError: 'lr'\n")
+    assert _tail(log) == "Traceback\nKeyError: 'lr'"

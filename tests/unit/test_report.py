@@ -156,6 +156,13 @@ def test_nodes_live_from_their_joining_until_they_are_lost() -> None:
     assert set(found) == {"n0", "n1", "n2", "n3", "n4"}
 
 
+@pytest.mark.parametrize("again", ["NodeRestarted", "NodeJoined"])
+def test_a_node_that_comes_back_is_not_lost(again: str) -> None:
+    story = [*STORY, event(11, again, 16, "node n1 has come back", node="n1")]
+    (n1,) = (lane for lane in node_timelines(told(), story, AT + 99) if lane.node == "n1")
+    assert (n1.since - AT, n1.until - AT, n1.lost) == (1, 20, False)
+
+
 def test_a_cluster_that_keeps_only_words_tells_the_same() -> None:
     bare = [e.model_copy(update={"node": None, "round": None}) for e in STORY]
     assert [(e.node, e.round) for e in with_node_and_round(bare)][5:7] == [("n1", None), (None, 2)]
