@@ -156,10 +156,10 @@ def setup(
         aside: Whether a thread writes the lines, for a program whose event loop must not block.
         level: Least severe level that is written, by number or name. An unknown name means INFO.
         stream: Stream for the log; None for standard error.
-        logger: Name of the logger to set up, for a process that has its own logs, which do not get
-            its records. Empty for all loggers.
-        elsewhere: Events that are left out of sentences, because another program shows them on the
-            same terminal.
+        logger: Name of the logger to set up, in a process of another program. The other logs of
+            that program then do not get this logger's records. Empty for all loggers.
+        elsewhere: Names of events that are not written as sentences, because another program shows
+            them on the same terminal. In JSON they are written.
         bound: Fields of each line of JSON, such as job and node.
 
     Returns:

@@ -385,7 +385,8 @@ def _uid(endpoint: Endpoint, command: Command, run: str) -> str:
     """Return a job uid, by which a node that returns finds its checkpoints in memory again.
 
     Another training has another uid. A training that is started again has another uid too,
-    because the rounds start from the first one again.
+    because the rounds start from the first one again. Nodes that name the endpoint or the command
+    differently get different uids, too.
 
     Args:
         endpoint: Rendezvous of the job.

@@ -135,10 +135,10 @@ def _lock(folder: Path) -> None:
 
 
 def lock_domain(folder: int) -> bytes:
-    """Return the id of the running kernel, and the device number of an open folder.
+    """Return the same for all processes that see each other's locks on an open folder.
 
-    The kernel keeps a lock for each mounted file system. Two mounts of the same network storage
-    have different device numbers, and do not know of each other's locks.
+    The result is the kernel's boot id and the folder's device number. Two mounts of the same
+    network storage have different device numbers, and do not know of each other's locks.
 
     Raises:
         OSError: The id cannot be read.

@@ -677,8 +677,8 @@ def _remove_if_stale(folder: Path, now: float) -> None:
 def _remove(folder: Path, opened: int) -> None:
     """Remove the files of a pool, and its folder if it contains no other files.
 
-    The owner file is removed last. Without it, a new owner would take the pool while it is removed.
-    Errors are ignored.
+    The caller must hold the lock of the owner file. This file is removed last: without it, a new
+    owner would take the pool too early. Errors are ignored.
 
     Args:
         folder: path of the pool.

@@ -471,17 +471,18 @@ def _file_is_intact(
     xxh3: int,
     advance: Callable[[int], None],
 ) -> bool:
-    """Read a file from end to end, and return whether its digest is as expected.
+    """Read a file up to its expected size, and return whether its digest is as expected.
 
-    A file that is too short or cannot be read gives False, not an error.
+    A file that is too short or cannot be read gives False, not an error. Bytes after the expected
+    size are not read.
 
     Args:
         store: directory of the checkpoints.
         manifest: manifest of the checkpoint.
         name: name of the file.
-        size: size of the file in bytes.
+        size: expected size of the file in bytes.
         xxh3: expected digest of the file.
-        advance: called with the number of bytes that were read.
+        advance: called after each part with the number of its bytes.
     """
     sums = xxhash.xxh3_64()
     buffer = memoryview(bytearray(min(READ_BYTES, size)))

@@ -430,7 +430,11 @@ class EndedJob:
     def _document(self, status: JobStatus | None) -> dict[str, object]:
         """Return the run with the keys of a running job's :class:`Snapshot`.
 
-        The job is None if its file is missing or damaged. What an ended job does not have is empty.
+        ``job`` is None if the job's file is missing or damaged. What only a running job has is
+        empty, or 0.
+
+        Args:
+            status: the last status; None if the run was killed before it had one.
         """
         found: dict[str, object] = {"nodes": [], "hosts": [], "cluster_pid": 0, "master_pid": 0}
         found |= dict.fromkeys(("master_addr", "health_addr", "token_file"), "")

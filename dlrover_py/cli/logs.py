@@ -244,7 +244,7 @@ def _print_selected(folder: Path, while_exists: Path | None, query: LogQuery) ->
     """Print the selected lines; return whether there was a file that could be read.
 
     With ``while_exists`` it looks every ``POLL_S`` seconds for new lines and files, until that file
-    is gone. A file that cannot be opened is reported once on standard error.
+    is gone. A file that cannot be opened is reported on standard error, and not tried again.
     """
     pause = threading.Event()
     terminal = sys.stdout.isatty()

@@ -74,8 +74,8 @@ def serve(
 ) -> int:
     """Run servers on this machine while COMMAND runs.
 
-    COMMAND gets their address in DLROVER_PS, for ps.Embedding and ps.EmbeddingBag. A server that
-    dies is replaced. The exit code is that of COMMAND. Example:
+    DLROVER_PS names a file by which ps.Embedding and ps.EmbeddingBag in COMMAND find them. A server
+    that dies is replaced. The exit code is that of COMMAND. Example:
 
     dlrover ps serve --servers 3 -- elastic-run --nproc-per-node 2 train.py
 
@@ -85,7 +85,7 @@ def serve(
         servers: Number of servers.
         replicas: Copies of each row.
         buckets: Number of buckets; not used with ``restore``, as the cut has its own number.
-        ack: When a push is acknowledged.
+        ack: Copies that must have a push before it is acknowledged: ``primary`` or ``backup``.
         checkpoints: Path or address of the directory of cuts; None: no cuts are saved.
         restore: Step or folder of the cut that the servers read first, or ``newest``; it needs
             ``checkpoints``. None: the tables are empty.
@@ -94,7 +94,7 @@ def serve(
     Raises:
         ConfigError: A number is outside its bounds, a library is missing, there is no such cut,
             ``restore`` is given without ``checkpoints``, or the command cannot be started.
-        CheckpointError: The cut is damaged.
+        CheckpointError: The cut is damaged, or the store does not answer.
     """
     with _libraries():
         from dlrover_py.ps.cluster_map import AckMode

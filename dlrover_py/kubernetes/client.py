@@ -243,11 +243,13 @@ class KubeClient:
     ) -> Obj:
         """Write a whole object that was read before, or only have the server check it.
 
+        The result is the object as the server then has it, or would have it.
+
         Args:
             kind: kind of the object.
             obj: the object, with the ``resourceVersion`` that was read.
             dry_run: only check; nothing is stored.
-            strict: refuse unknown fields.
+            strict: refuse unknown fields. Otherwise the server drops them with a warning.
 
         Raises:
             ConflictError: the object has been written since it was read.

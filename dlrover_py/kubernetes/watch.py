@@ -120,9 +120,10 @@ class WatchState:
         return max(wait_s, error.retry_after) if isinstance(error, ThrottledError) else wait_s
 
     def _was_steady(self) -> bool:
-        """Return whether the watch lasted long enough to count as a success.
+        """Note the end of the watch; return whether it lasted long enough to count as a success.
 
-        If it did, the delays start again from the first one. A watch that was not accepted did not.
+        If it did, the delays start again from the first one. A watch that the server has not
+        accepted did not. A second call returns False.
         """
         since, self._since = self._since, None
         steady = since is not None and self._now() - since >= self._times.steady_s

@@ -1058,7 +1058,9 @@ def _lock(folder: Path) -> int:
 
 
 def _run_lock(folder: Path) -> int:
-    """Lock the state folder of a run; return the descriptor, or -1 on a file system without locks.
+    """Lock the state folder of a run for as long as the returned descriptor is open.
+
+    The result is -1 on a file system without locks; the folder then has no ``RUN_LOCK``.
 
     Raises:
         OSError: the lock file cannot be made.

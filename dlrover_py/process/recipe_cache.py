@@ -128,7 +128,7 @@ class RecipeCache:
         return cls(Path(base) / "dlrover-py" / "recipes") if base else None
 
     def load(self, key: str) -> KeptRecipe | None:
-        """Return a recipe; None if there is none, or if its file is damaged.
+        """Return a recipe; None if there is none, or its file is damaged or of another version.
 
         Raises:
             NotOwnedError: Another user can change the folder or the file.

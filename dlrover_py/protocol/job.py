@@ -858,8 +858,8 @@ class ElasticJob(_Strict):
     def without_effect(self) -> list[str]:
         """Return the paths of fields that are set and have no effect; empty if there are none.
 
-        They are those of DLRover's schema, other roles, and parts of the templates that are not
-        used.
+        They are fields that are marked ``INERT``, unsupported roles, unused parts of the templates,
+        and annotations for DLRover's master. Fields marked ``CLUSTER_ONLY`` are not among them.
         """
         found = list(_marked(self.spec, INERT, "spec"))
         priority = self.worker.priority

@@ -126,14 +126,16 @@ def in_lines(faults: Sequence[TemplateFault]) -> str:
 
 
 def reference_faults(spec: dict[str, Any], path: str, generated: str) -> Iterator[TemplateFault]:
-    """Yield the faults in the names within a Pod's spec, whose values have the types of the table.
+    """Yield the faults in the names of a Pod's containers and volumes.
 
     These are two containers or two volumes of one name, and mounts of volumes that do not exist.
+    Init containers count as containers.
 
     Args:
-        spec: the Pod's spec.
+        spec: the Pod's spec, in which :func:`faults_of` has found no value of a wrong type.
         path: the path of the spec.
         generated: the name of a volume that is added later, and prefix of the names of others.
+            Mounts of these are no faults.
     """
     containers = list(_items(spec, path, "containers", "initContainers"))
     volumes = list(_items(spec, path, "volumes"))

@@ -92,10 +92,10 @@ def write_access(path: Path, access: JobAccess) -> None:
 
 
 def read_access(path: Path) -> JobAccess:
-    """Read how to reach the servers of a job.
+    """Read how to reach the servers of a job, from a file of :func:`write_access`.
 
     Raises:
-        ConfigError: The file cannot be read, or is another one.
+        ConfigError: The file cannot be read, or has another content.
     """
     try:
         return msgspec.json.decode(read_regular(path, MAX_ACCESS_BYTES), type=JobAccess)

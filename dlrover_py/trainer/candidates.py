@@ -337,7 +337,7 @@ def _ask_agent(
 
     After a transient error the agent is asked again, for ``timing.ask_timeout_s``; then the error
     is raised. A broken connection is replaced before. If the agent does not listen any more,
-    UnreachableError is raised at once. So is any error that is not transient.
+    UnreachableError is raised at once. An error that is not transient is raised at once, too.
     """
     deadline = time.monotonic() + timing.ask_timeout_s
     while True:

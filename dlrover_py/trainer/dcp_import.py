@@ -147,6 +147,8 @@ def _foreign(url: str) -> Catalog:
 
     Raises:
         CheckpointError: the metadata are not what torch writes.
+        ConfigError: the address is not valid, or no package is installed for its protocol.
+        OSError: the metadata cannot be read.
     """
     source = _DcpFolder(url)
     metadata = read_metadata(source.metadata())

@@ -180,7 +180,7 @@ def _decode_chunk(data: bytes, chunk: TensorChunk, location: TensorLocation) -> 
 
     Args:
         data: the bytes.
-        chunk: the chunk that they must have.
+        chunk: the chunk, whose shape the tensor must have. Its dtype is not compared.
         location: where they were read, for messages.
 
     Raises:

@@ -937,10 +937,13 @@ def expected_bytes(state: Mapping[str, object], rank: int) -> int:
 
 
 def leaf_of(key: str, value: torch.Tensor) -> StateLeaf | None:
-    """Return this rank's part of a tensor.
+    """Return this rank's part of a tensor that is to be loaded; both share their memory.
 
-    None: the rank has no part, or the tensor is of a kind that only torch.save can write. A
-    ConfigError is raised if the tensor has no memory.
+    None: the rank has no part, or the tensor is of a kind that only torch.save can write.
+
+    Raises:
+        ConfigError: the tensor has no memory, or is a DTensor that cannot be saved: a pending sum,
+            for example.
     """
     walk = StateWalk(0, load=True)
     walk.tensor(key, value, "")

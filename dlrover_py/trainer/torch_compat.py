@@ -381,12 +381,13 @@ class DcpUnpickler(pickle._Unpickler):
         raise CheckpointError(f"its .metadata names {module}.{name}: expected torch's metadata")
 
     def load_build(self) -> None:
-        """Give an object its state. Classes, functions and constants are refused.
+        """Give an object the state that the pickle has for it.
 
-        The whole process shares these.
+        Only an instance of a class of DCP can get one. Classes, functions and constants are
+        refused, because the whole process shares them.
 
         Raises:
-            CheckpointError: the object is one of these, or its class is not one of DCP.
+            CheckpointError: the object can get no state.
         """
         made = self.stack[-2]  # type: ignore[attr-defined]
         if not type(made).__module__.startswith(_OF_DCP) or isinstance(made, Enum):

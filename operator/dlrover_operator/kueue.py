@@ -429,7 +429,8 @@ class _Decision:
         """Return the change of the allocation, and the Workloads that can be deleted now.
 
         A Workload without quota can be deleted at once, one with quota when all Pods fit into the
-        others.
+        others. While there are Pods, the latter also waits until the allocation is `SEEN_S` old.
+        `Changes.waits` says whether one has to wait.
 
         Args:
             unwanted: Workloads that the job does not want any more.

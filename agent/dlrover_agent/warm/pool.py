@@ -589,8 +589,9 @@ class WarmPool:
         """Return whether workers can be forked; wait for a zygote if one is being built.
 
         The wait replaces a cold start, in which each worker imports the same modules beside the
-        zygote. It ends with the first attempt of the build, and after twice the time that cold
-        workers needed for their imports. If that time is not known, nothing is awaited.
+        zygote. It ends with the first attempt of the build. It takes at most ``ZYGOTE_S`` plus
+        twice the time that cold workers needed for their imports. If that time is not known,
+        nothing is awaited.
         """
         if not self.ready and self.building and self._import_s and self._attempt_over is not None:
             log.info("zygote_awaited", extra={"at_most_s": round(self._limit_s, 3)})

@@ -176,7 +176,13 @@ class Tuning:
             )
 
     def _record_outcome(self, state: LoaderState | None) -> None:
-        """Record whether the members use the newest settings, or why they cannot."""
+        """Record that the members use the newest settings, or why they cannot.
+
+        Nothing is recorded while neither is known.
+
+        Args:
+            state: that of the slowest member's loader; None if a member has reported none.
+        """
         record = self.state.tuning
         if state is None and not self._loaders and self._trains:
             self._refuse(NO_LOADER)

@@ -87,7 +87,7 @@ class _Permutation:
         """Return the image of each number.
 
         Args:
-            numbers: int64 tensor of one dimension.
+            numbers: int64 tensor of one dimension, with numbers from 0 to ``length - 1``.
             tweak: for each number, which of many permutations to use; None: the same for all.
         """
         if tweak is not None:

@@ -228,15 +228,15 @@ def read_lines(
     least: int,
     parse: Callable[[bytes], Any],
 ) -> Iterator[tuple[Any, int]]:
-    """Yield the lines of a file that begin in a part of it, each with the byte behind it.
+    """Yield a record of each line that begins in a part of a file, with the offset of its end.
 
-    The byte behind a line is at most ``stop``, even if the line is longer.
+    The end is after the line break, but at most at ``stop``, even if the line is longer.
 
     Args:
         path: the file.
         start: first byte of the part.
         stop: the byte after the last one.
-        least: bytes that the file had when it was first looked at.
+        least: bytes that the file must have, because it had them before.
         parse: makes a record of a line without its line break.
 
     Raises:

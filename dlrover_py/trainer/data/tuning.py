@@ -140,10 +140,12 @@ class LoaderTuner:
         return self._vote()
 
     def begin(self, votes: Sequence[Sequence[int]]) -> None:
-        """Use the newest settings of any rank.
+        """Begin a loop with the newest settings that any rank knows; all ranks then use the same.
+
+        If a rank has fewer CPUs than the new number of loader workers, the present number stays.
 
         Args:
-            votes: the proposals of all ranks.
+            votes: what :meth:`proposal` has returned on each rank.
         """
         self.meter.pause()
         if self._memory_before is None and session.active():

@@ -253,7 +253,16 @@ class Diagnosis:
         return not verdict.busy or still_s >= self._clock.first_s or self._by_rule
 
     def _report(self, verdict: HangVerdict, workers: list[WorkerSnapshot], still_s: float) -> None:
-        """Record a hang, unless the same verdict holds already; restart the round if allowed."""
+        """Record a hang, unless the same verdict holds already. End the round if that is allowed.
+
+        ``spec.diagnosis.hang`` must allow it, and the verdict must be sure. If no step is overdue,
+        open collectives that all began a short time ago prevent it.
+
+        Args:
+            verdict: what hangs.
+            workers: snapshots of the ranks.
+            still_s: seconds for which the job had stood still when the snapshot was requested.
+        """
         old = self._hang
         since = old[2] if old is not None else self.live.now - still_s
         if old is None or (old[0].kind, old[0].ranks) != (verdict.kind, verdict.ranks):
