@@ -262,7 +262,7 @@ def _run_without_platform(flags: Flags, settings: Settings, command: Command) ->
     with hosted(endpoint, secret) as master:
         if master is not None:
             agent_settings = _settings(endpoint, settings, master.address, command)
-            agent_settings = _of_run(agent_settings, endpoint, command, master.name)
+            agent_settings = _of_run(agent_settings, master.name)
             return _run_agent(
                 agent_settings, command, master.token, flags.max_restarts, master.keep
             )
@@ -272,7 +272,7 @@ def _run_without_platform(flags: Flags, settings: Settings, command: Command) ->
         job = _job_at(endpoint, token, command)
         if why := endpoint.size_difference(job.fewest, job.most):
             _warn_unused_flag("nnodes", why)
-        agent_settings = _of_run(agent_settings, endpoint, command, job.name)
+        agent_settings = _of_run(agent_settings, job.name)
         return _run_agent(agent_settings, command, token, flags.max_restarts)
     except UnreachableError as error:
         hint = "expected elastic-run on the endpoint's node; torchrun's agents cannot join its job"
@@ -369,31 +369,27 @@ def _settings(endpoint: Endpoint, given: Settings, address: str, command: Comman
     )
 
 
-def _of_run(settings: Settings, endpoint: Endpoint, command: Command, run: str) -> Settings:
+def _of_run(settings: Settings, run: str) -> Settings:
     """Return the settings of an agent with the names of this run.
 
     Args:
         settings: Settings of the agent.
-        endpoint: Rendezvous of the job.
-        command: What the workers run.
         run: Random name of this run, which its master has.
     """
-    return replace(settings, run_name=run, job_uid=_uid(endpoint, command, run))
+    return replace(settings, run_name=run, job_uid=_uid(settings.job_name, run))
 
 
-def _uid(endpoint: Endpoint, command: Command, run: str) -> str:
-    """Return a job uid, by which a node that returns finds its checkpoints in memory again.
+def _uid(run_id: str, run: str) -> str:
+    """Return a job uid, by which nodes find checkpoints of this run in memory.
 
-    Another training has another uid. A training that is started again has another uid too,
-    because the rounds start from the first one again. Nodes that name the endpoint or the command
-    differently get different uids, too.
+    It is the same on all nodes, however each of them names the endpoint or the script. A training
+    that is started again has another uid, because its rounds start from the first one again.
 
     Args:
-        endpoint: Rendezvous of the job.
-        command: What the workers run.
+        run_id: Name of the job (``--rdzv-id``).
         run: Random name of this run, which its master has.
     """
-    identity = "\0".join((run, endpoint.run_id, endpoint.host, str(endpoint.port), *command.argv))
+    identity = f"{run}\0{run_id}"
     return hashlib.sha256(identity.encode(errors="surrogateescape")).hexdigest()[:16]
 
 

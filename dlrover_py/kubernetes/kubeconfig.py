@@ -388,8 +388,15 @@ def known(user: User) -> UserCredentials | None:
 
 
 def _bytes(file: str, data: str) -> bytes:
-    """Decode the data of a field, or read the file that it names; empty if both are empty."""
-    return base64.b64decode(data) if data else read_regular(file, MAX_BYTES) if file else b""
+    """Decode the data of a field, or read the file that it names; empty if both are empty.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: The data is no base64. Line breaks in it are allowed, as for kubectl.
+    """
+    if data:
+        return base64.b64decode(data.replace("\r", "").replace("\n", ""), validate=True)
+    return read_regular(file, MAX_BYTES) if file else b""
 
 
 def ask(

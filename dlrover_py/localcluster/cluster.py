@@ -1071,10 +1071,13 @@ def _run_lock(folder: Path) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(lock)
+        fresh.unlink()
         return -1
-    fresh.rename(
-        folder / names.RUN_LOCK
-    )  # a file with this name is locked as long as its run lasts
+    try:  # a file with this name is locked as long as its run lasts
+        fresh.rename(folder / names.RUN_LOCK)
+    except OSError:
+        os.close(lock)
+        raise
     return lock
 
 

@@ -327,6 +327,7 @@ async def test_nothing_says_where_the_cluster_is(home: Path) -> None:
         (SERVER, {"client-certificate-data": "YQ=="}, "needs a client-key"),
         (SERVER, {"auth-provider": {"name": "gcp"}}, "expected oidc"),
         (SERVER | {"certificate-authority-data": "x"}, {}, "base64"),
+        (SERVER | {"certificate-authority-data": "!!!!"}, {}, "base64"),
     ],
 )
 async def test_what_cannot_be_used_is_named(
