@@ -288,6 +288,9 @@ class _Decision:
             job = ElasticJob.read(self._obj)
         except ConfigError:
             return self._evicted(None)  # the condition Accepted has the reason
+        faults = [fault for fault in job.worker.faults() if not fault.unknown]
+        if faults:  # the API server stores a template of any form
+            return self._evicted(self._hold(f"its Pod template is refused: {faults[0]}", keep=True))
         template = job.worker.template.get("metadata") or {}
         if names.LABEL_QUEUE in (template.get("labels") or {}):
             why = (

@@ -481,9 +481,33 @@ def test_one_job_of_another_form_does_not_stop_the_others() -> None:
     queues = Queues(None, ("",), changed=lambda: None, failed=lambda _: None)  # type: ignore[arg-type]
     odd, good = job(), job()
     odd["metadata"] |= {"name": "odd", "uid": "u-odd"}
-    odd["spec"]["replicaSpecs"]["worker"]["template"]["metadata"] = "x"
+    odd["status"] = {"conditions": ["x"]}
     found = queues.writes([odd, good], NOW)
     assert list(found) == [("default", "x")]
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [("metadata", "x"), ("containers", [3]), ("initContainers", True), ("nodeSelector", [])],
+)
+def test_a_template_of_another_form_is_said_and_keeps_the_nodes(part: str, value: Any) -> None:
+    """The API server stores it, and nothing is asked of Kueue."""
+    world = World(job())
+    template = world.job["spec"]["replicaSpecs"]["worker"]["template"]
+    holder = template if part == "metadata" else template["spec"]
+    before = holder.get(part)
+    holder[part] = value
+    world.settle()
+    assert (world.steps(), world.nodes) == ([], 0)
+    assert world.reason.startswith("held back: its Pod template is refused: spec.replicaSpecs.")
+    holder[part] = before
+    world.settle()
+    world.admit(0)
+    world.settle()
+    holder[part] = value
+    changes = world.operate()
+    assert (changes.create, changes.delete, world.nodes) == ((), (), 2)
+    assert world.reason.startswith("its Pod template is refused: ")
 
 
 ACTIONS = st.lists(
