@@ -1,9 +1,12 @@
 """The job on this machine, before a process of it is started."""
 
+import os
 from pathlib import Path
 
 import pytest
 
+from dlrover_py.cli.settings import Settings
+from dlrover_py.cli.shared import SharedCluster
 from dlrover_py.localcluster.cluster import JobPaths, LocalCluster
 from dlrover_py.protocol.errors import ConfigError, DLRoverError, FileLimitError
 from tests.builders import elastic_job
@@ -40,3 +43,14 @@ def test_a_socket_that_cannot_be_made_is_told(tmp_path: Path) -> None:
         prepared(tmp_path, "x" * 120)
     assert not (tmp_path / "run" / ("x" * 120)).exists()
     assert not (tmp_path / "state" / ("x" * 120)).exists(), "it would be listed as a killed run"
+
+
+def test_jobs_that_share_hosts_are_regular_files(tmp_path: Path) -> None:
+    """A FIFO would block all jobs until somebody writes."""
+    (tmp_path / "a.yaml").touch()
+    (tmp_path / "b.yaml").symlink_to("a.yaml")
+    os.mkfifo(tmp_path / "c.yaml")
+    (tmp_path / "d.yaml").mkdir()
+    (tmp_path / "e.yaml").symlink_to("/dev/zero")
+    shared = SharedCluster(tmp_path, Settings(tmp_path, tmp_path, {}), 1)
+    assert [path.name for path in shared.files()] == ["a.yaml", "b.yaml"]
