@@ -11,7 +11,6 @@ So sizes never move in a circle, and stand still after a few calls.
 import bisect
 import heapq
 import math
-import re
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -105,7 +104,6 @@ class Demand:
         return nodes / (a + b * (nodes - 1) + c * nodes * (nodes - 1) or 1e-9)
 
 
-_NUMBER = re.compile(r"-?[0-9]{1,9}", re.ASCII)
 CLASSES: Mapping[str, int] = {"high": 1000, "low": -1000}
 """Priorities that names of DLRover's have here. Other names of classes have the priority 0."""
 
@@ -131,8 +129,7 @@ def demand_of(
     """
     worker, granted = job.worker, job.allocation
     scales = worker.scaling is not None and worker.scaling.mode == "auto"
-    named = worker.priority or "0"
-    number = int(named) if _NUMBER.fullmatch(named) else CLASSES.get(named, 0)
+    number = CLASSES.get(worker.priority or "", 0) if worker.rank is None else worker.rank
     spec = worker.scaling
     resize_s = speed.resize_s if speed is not None else None
     curve = speed.curve if speed is not None else None

@@ -2,7 +2,8 @@
 
 Each job's status has the faults that its master attributes to a host: a device that failed, a
 failed check, a lost node. Errors of a script, a lack of memory and preemptions are no such faults.
-A fault counts less the older it is. No single job can make a host a bad one.
+A fault counts less the older it is. No single job can make a host a bad one, nor can all jobs of
+another namespace together.
 """
 
 import math
@@ -30,8 +31,8 @@ class HostPolicy:
     """A host is bad from this score on."""
     half_life_s: float = 86_400.0
     """Seconds after which a fault counts half."""
-    most_of_job: float = 1.0
-    """Most that all faults of one job count. It is below the limit, so a job alone decides
+    most_of_source: float = 1.0
+    """Most that all faults of one source count. It is below the limit, so a source alone decides
     nothing."""
     share: float = 0.1
     """At most this share of the hosts is avoided, those with the highest scores."""
@@ -60,7 +61,10 @@ class HostRecord:
 
 
 def host_records(
-    faults: Mapping[str, Iterable[HostFault]], now: float, policy: HostPolicy
+    faults: Mapping[str, Iterable[HostFault]],
+    now: float,
+    policy: HostPolicy,
+    sources: Mapping[str, str] | None = None,
 ) -> list[HostRecord]:
     """Return what is known of each host with a fault, the worst first.
 
@@ -68,20 +72,23 @@ def host_records(
         faults: The faults of each job, by its id.
         now: Unix time.
         policy: How faults are counted.
+        sources: Names of those who speak for several jobs, by the id of the job. A job that is not
+            there speaks for itself.
     """
     found: dict[str, HostRecord] = {}
+    scores: dict[tuple[str, str], float] = {}
     for job, of_job in faults.items():
-        scores: dict[str, float] = {}
+        source = (sources or {}).get(job, job)
         for fault in of_job:
             age_s = max(0.0, now - fault.at)
             worth = WEIGHTS[fault.kind] * 0.5 ** (age_s / policy.half_life_s)
-            scores[fault.host] = scores.get(fault.host, 0.0) + worth
+            scores[fault.host, source] = scores.get((fault.host, source), 0.0) + worth
             record = found.setdefault(fault.host, HostRecord(fault.host))
             record.kinds[fault.kind] += 1
             record.newest = max(record.newest, fault.at)
-        for host, score in scores.items():
-            found[host].score += min(score, policy.most_of_job)
-            found[host].jobs.add(job)
+            record.jobs.add(job)
+    for (host, _), score in scores.items():
+        found[host].score += min(score, policy.most_of_source)
     return sorted(found.values(), key=lambda record: (-record.score, record.name))
 
 

@@ -14,7 +14,8 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
@@ -221,3 +222,43 @@ def bind(**fields: Any) -> None:
     for handler in logging.getLogger().handlers:
         if isinstance(handler.formatter, _LineFormatter):
             handler.formatter.bound.update(fields)
+
+
+REPEAT_S = 60.0
+"""Seconds in which a log with a :class:`RepeatFilter` repeats no warning."""
+
+
+class RepeatFilter(logging.Filter):
+    """Lets each warning pass once in :data:`REPEAT_S`; the next one says how many were left out.
+
+    uvicorn and the parameter server log a line for each malformed message. Without this filter, any
+    client that reaches the port could fill the disk with log lines.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Start with no warning seen.
+
+        Args:
+            clock: Monotonic clock, in seconds.
+        """
+        super().__init__()
+        self._clock = clock
+        self._passed_at: dict[object, float] = {}
+        self._left_out: dict[object, int] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether a record is logged: errors always, and a warning once in :data:`REPEAT_S`.
+
+        Records are the same warning if their unformatted messages are equal. The record's message
+        is changed if warnings before it were left out.
+        """
+        if record.levelno >= logging.ERROR:
+            return True
+        now, key = self._clock(), record.msg
+        if now - self._passed_at.get(key, -REPEAT_S) < REPEAT_S:
+            self._left_out[key] = self._left_out.get(key, 0) + 1
+            return False
+        self._passed_at[key] = now
+        if more := self._left_out.pop(key, 0):
+            record.msg = f"{key} ({more} more since the last such line)"
+        return True

@@ -8,6 +8,7 @@ hosts that they have.
 import asyncio
 import contextlib
 import signal
+import stat
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -108,11 +109,15 @@ class SharedCluster:
     # --- Files ---
 
     def files(self) -> list[Path]:
-        """Return the job files that are new, or were changed after they could not be used."""
+        """Return the job files that are new, or were changed after they could not be used.
+
+        What is no regular file is left out: a FIFO would block all jobs.
+        """
         found = []
         for path in sorted(self.folder.glob("*.yaml")):
             with contextlib.suppress(OSError):  # it was removed meanwhile
-                if self.seen.get(path) != path.stat().st_mtime:
+                about = path.stat()
+                if stat.S_ISREG(about.st_mode) and self.seen.get(path) != about.st_mtime:
                     found.append(path)
         running = {job.file for job in self.jobs.values()}
         return [path for path in found if path not in running]

@@ -5,8 +5,7 @@ import contextlib
 import logging
 import resource
 import ssl
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
@@ -18,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from dlrover_py.protocol.agents import ErrorReply
 from dlrover_py.protocol.errors import ErrorCode
 from dlrover_py.protocol.versions import unknown_path
+from dlrover_py.telemetry import RepeatFilter
 
 MAX_HEAD_BYTES = 1 << 16
 """Bytes of a request's head, or of data after a body, that a client may send.
@@ -30,46 +30,6 @@ async def no_such_path(request: Request, error: Exception) -> Response:
     """Refuse a path that does not exist, in words. The client may have another version."""
     body = ErrorReply(code=ErrorCode.NOT_FOUND, message=unknown_path(request.url.path))
     return Response(body.model_dump_json(), status_code=404, media_type="application/json")
-
-
-REPEAT_S = 60.0
-"""Seconds in which uvicorn's log repeats no warning."""
-
-
-class RepeatFilter(logging.Filter):
-    """Lets each warning pass once in :data:`REPEAT_S`; the next one says how many were left out.
-
-    uvicorn logs a line for each malformed request. Without this filter, any client that reaches
-    the port could fill the disk with log lines.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start with no warning seen.
-
-        Args:
-            clock: Monotonic clock, in seconds.
-        """
-        super().__init__()
-        self._clock = clock
-        self._passed_at: dict[object, float] = {}
-        self._left_out: dict[object, int] = {}
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether a record is logged: errors always, and a warning once in :data:`REPEAT_S`.
-
-        Records are the same warning if their unformatted messages are equal. The record's message
-        is changed if warnings before it were left out.
-        """
-        if record.levelno >= logging.ERROR:
-            return True
-        now, key = self._clock(), record.msg
-        if now - self._passed_at.get(key, -REPEAT_S) < REPEAT_S:
-            self._left_out[key] = self._left_out.get(key, 0) + 1
-            return False
-        self._passed_at[key] = now
-        if more := self._left_out.pop(key, 0):
-            record.msg = f"{key} ({more} more since the last such line)"
-        return True
 
 
 class TimeoutHttpProtocol(HttpToolsProtocol):

@@ -111,32 +111,58 @@ OWN_LABELS: Final = (
 )
 """Labels of a Pod that its template cannot set."""
 
-_KUBEFLOW_FIELD: Final = (
-    "this is a field of a PyTorchJob: docs/migrating-from-pytorchjob.md says what it becomes"
-)
-ELSEWHERE: Final = {
-    "spec.elasticPolicy": _KUBEFLOW_FIELD,
-    "spec.runPolicy": _KUBEFLOW_FIELD,
-    "spec.pytorchReplicaSpecs": _KUBEFLOW_FIELD,
-    "spec.nprocPerNode": _KUBEFLOW_FIELD,
-    "metadata.generateName": "it is not supported: write metadata.name",
-} | {
-    f"metadata.{name}": "it belongs to an object in a cluster: leave it out"
-    for name in (
-        *("creationTimestamp", "deletionGracePeriodSeconds", "deletionTimestamp", "finalizers"),
-        *("managedFields", "ownerReferences", "resourceVersion", "selfLink"),
-    )
+_OF_KUBEFLOW: Final = {
+    "PyTorchJob": (
+        *("elasticPolicy", "runPolicy", "pytorchReplicaSpecs", "nprocPerNode", "cleanPodPolicy"),
+        *("backoffLimit", "schedulingPolicy", "replicaSpecs.Master", "replicaSpecs.Worker"),
+        *(f"replicaSpecs.worker.{name}" for name in ("maxRestarts", "nprocPerNode")),
+    ),
+    "TrainJob": (
+        *("runtimeRef", "initializer", "trainer", "podTemplateOverrides", "runtimePatches"),
+        *("mlPolicy", "podGroupPolicy", "labels", "annotations"),
+        *(f"replicaSpecs.worker.{name}" for name in ("numNodes", "numProcPerNode")),
+    ),
+    "MPIJob": (
+        *("mpiReplicaSpecs", "slotsPerWorker", "runLauncherAsWorker", "launcherCreationPolicy"),
+        *("sshAuthMountPath", "mpiImplementation", "replicaSpecs.Launcher"),
+    ),
 }
+"""Fields of Kubeflow's objects, below ``spec``."""
+ELSEWHERE: Final = (
+    {
+        f"spec.{name}": (
+            f"this is a field of a {kind}: docs/migrating-from-pytorchjob.md says what it becomes"
+        )
+        for kind, fields in _OF_KUBEFLOW.items()
+        for name in fields
+    }
+    | {"metadata.generateName": "it is not supported: write metadata.name"}
+    | {
+        f"metadata.{name}": "it belongs to an object in a cluster: leave it out"
+        for name in (
+            *("creationTimestamp", "deletionGracePeriodSeconds", "deletionTimestamp", "finalizers"),
+            *("managedFields", "ownerReferences", "resourceVersion", "selfLink"),
+        )
+    }
+)
 """Advice for fields of other kinds of objects, by their paths."""
 
-KUBEFLOW: Final = ("PyTorchJob", "TrainJob")
-"""Kinds of Kubeflow from which an ElasticJob can be written."""
+KUBEFLOW: Final = (
+    *("PyTorchJob", "TrainJob", "MPIJob", "TrainingRuntime", "ClusterTrainingRuntime"),
+    *("TFJob", "JAXJob", "PaddleJob", "XGBoostJob"),
+)
+"""Kinds of Kubeflow that docs/migrating-from-pytorchjob.md is about."""
 
 SIZES: Final = ("replicas", "minReplicas", "maxReplicas", "nodeUnit", "standbyReplicas")
 """Fields of a role that say how many nodes it has."""
 
-_FRACTION = re.compile(r"[0-9]*\.?[0-9]+")
-"""A priority that is a fraction."""
+MAX_PRIORITY: Final = 400_000
+"""Greatest priority that is a number, and the negative of the least one. So the minimum of a job
+with the least one still comes before the further nodes of every other job in a queue of Kueue."""
+_NUMBER = re.compile(r"[+-]?[0-9]*\.?[0-9]+")
+"""A priority that is a number, perhaps a fraction."""
+_WHOLE = re.compile(r"-?[0-9]+")
+"""A priority that orders jobs."""
 
 
 class _Strict(BaseModel):
@@ -218,8 +244,8 @@ class ReplicaSpec(Role):
     time."""
     priority: Annotated[Text | None, CLUSTER_ONLY] = None
     """Name of the Pods' priority class, unless the template has one (DLRover's ``high`` and ``low``
-    are such names). A whole number orders jobs that share a cluster. A fraction such as ``0.5`` is
-    accepted, without effect."""
+    are such names). A whole number from -400000 to 400000 orders jobs that share a cluster. A
+    fraction such as ``0.5`` is accepted, without effect."""
     template: dict[str, Any]
     """A Pod template, kept as it is written. Nodes that are created after a change use the new
     template."""
@@ -268,6 +294,11 @@ class ReplicaSpec(Role):
             )
             if self.auto_scale is False and self.autoscale.mode == "auto":
                 found.append("autoScale is false and autoscale.mode is auto: expected one of them")
+        if abs(self.rank or 0) > MAX_PRIORITY:
+            found.append(
+                f"priority is {self.priority}: expected a number from -{MAX_PRIORITY} to "
+                f"{MAX_PRIORITY}, or the name of a priority class"
+            )
         return found
 
     @property
@@ -303,12 +334,13 @@ class ReplicaSpec(Role):
     @property
     def priority_class(self) -> str:
         """Return ``priorityClassName`` for a Pod whose template has none; empty for none."""
-        return "" if self._fraction else self.priority or ""
+        return "" if _NUMBER.fullmatch(self.priority or "") else self.priority or ""
 
     @property
-    def _fraction(self) -> bool:
-        """Return whether the priority is a fraction, which has no effect."""
-        return self.priority is not None and _FRACTION.fullmatch(self.priority) is not None
+    def rank(self) -> int | None:
+        """Return the priority that orders jobs; None if it is no whole number."""
+        found = _WHOLE.fullmatch(self.priority or "")
+        return int(found[0]) if found else None
 
     def faults(self) -> list[TemplateFault]:
         """Return the known places of the template that Kubernetes cannot read."""
@@ -863,7 +895,7 @@ class ElasticJob(_Strict):
         """
         found = list(_marked(self.spec, INERT, "spec"))
         priority = self.worker.priority
-        if priority and not self.worker.priority_class and not priority.isdecimal():
+        if priority and not self.worker.priority_class and self.worker.rank is None:
             found.append("spec.replicaSpecs.worker.priority")
         given = self.spec.replica_specs
         without = [r for r in OTHER_ROLES if r != "ps" or self.servers is None]
@@ -1092,7 +1124,7 @@ def least_nodes(template: dict[str, Any]) -> int | None:
 def _instead_of(kind: str) -> str:
     """Return what to do with an object of another kind."""
     if kind in KUBEFLOW:
-        return f"docs/migrating-from-pytorchjob.md says what each field of a {kind} becomes"
+        return f"docs/migrating-from-pytorchjob.md says what a {kind} becomes"
     if kind == "ScalePlan":
         return (
             "there is no ScalePlan here: replicas of the ElasticJob is the only desired size; "

@@ -30,13 +30,15 @@ from dlrover_py.protocol.persister import KeepRules
 from dlrover_py.protocol.slots import TensorChunk
 from dlrover_py.ps.cluster_map import ClusterMap, CutPlace
 from dlrover_py.ps.messages import CutPart, SavedArray, SavedBucket
-from dlrover_py.ps.specs import TableSpec
+from dlrover_py.ps.specs import TableSpec, check_table
 from dlrover_py.ps.store import Payload
 
 FORMAT: Final = 1
 """Version of ``ps.cut``."""
 DOCUMENT = "ps.cut"
 """Name of the file that says what the arrays mean."""
+MAX_DOCUMENT_BYTES = 1 << 30
+"""Bytes of the largest such file. It has a few bytes for each worker and bucket."""
 _ARRAYS = ("ids", "weight", "steps")
 """Names of the first arrays of a record; the optimizer's follow as ``slot0``, ``slot1``."""
 
@@ -54,6 +56,21 @@ class CutDocument(msgspec.Struct, frozen=True):
     """For each bucket, the last push of each worker: incarnation and sequence number."""
     rows: dict[str, tuple[int, ...]]
     """Number of rows in each bucket, by table."""
+
+    def check(self) -> None:
+        """Check that the parts fit together. The file may be another program's.
+
+        Raises:
+            ConfigError: They do not.
+        """
+        for spec in self.tables:
+            check_table(spec)
+        buckets, names = len(self.pushes), {spec.name for spec in self.tables}
+        if not buckets or len(self.tables) != len(names) or names != self.rows.keys():
+            raise ConfigError("expected some buckets, and rows of each table")
+        for name, rows in self.rows.items():
+            if len(rows) != buckets or min(rows) < 0:
+                raise ConfigError(f"table {name}: expected the rows of {buckets} buckets")
 
 
 def array_name(table: str, array: int) -> str:
@@ -314,19 +331,25 @@ class SavedCut:
         if not found:
             return None
         manifest = found[0]
-        chunks = {(one.chunk.key, one.chunk.at[0]): one for one in manifest.chunks}
+        chunks = {(one.chunk.key, sum(one.chunk.at[:1])): one for one in manifest.chunks}
         place = CutPlace(url, manifest.folder, manifest.step)
-        whole = chunks[TABLES_KEY, 0]
+        whole, where = chunks.get((TABLES_KEY, 0)), f"{directory.where(manifest)}/{DOCUMENT}"
+        if whole is None or whole.nbytes > MAX_DOCUMENT_BYTES:
+            raise CheckpointError(f"{where}: expected at most {MAX_DOCUMENT_BYTES} bytes of it")
         data = _read(directory, manifest, whole)
         try:
             document = msgspec.json.decode(data, type=CutDocument)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{directory.where(manifest)}/{DOCUMENT}: {error}") from error
+            raise CheckpointError(f"{where}: {error}") from error
         if document.format > FORMAT:
             raise CheckpointError(
-                f"{directory.where(manifest)}/{DOCUMENT} has format {document.format}, and this "
-                f"version of DLRover-Py reads {FORMAT}: use a newer version"
+                f"{where} has format {document.format}, and this version of DLRover-Py reads "
+                f"{FORMAT}: use a newer version"
             )
+        try:
+            document.check()
+        except ConfigError as error:
+            raise CheckpointError(f"{where}: {error}; name another cut") from error
         return cls(place, document, directory, manifest, chunks)
 
     def read(self, bucket: int) -> Payload:
@@ -346,17 +369,18 @@ class SavedCut:
         sizes = self.document.rows[spec.name]
         first, rows = sum(sizes[:bucket]), sizes[bucket]
         record = []
-        for number, (_, dtype, width) in enumerate(_forms(spec)):
+        for number, (stored, dtype, width) in enumerate(_forms(spec)):
             shape = (rows, width) if width else (rows,)
             if not rows:
                 record.append(np.zeros(shape, dtype))
                 continue
             key = array_name(spec.name, number)
             written = self._chunks.get((key, first))
-            if written is None or written.chunk.shape != shape:
+            found = None if written is None else (written.chunk.dtype, written.chunk.shape)
+            if written is None or found != (stored, shape):
                 raise CheckpointError(
-                    f"{self.where}: {key}: expected {rows} rows of bucket {bucket}, found "
-                    f"{written.chunk.shape if written is not None else 'nothing'}"
+                    f"{self.where}: {key}: expected {rows} rows of bucket {bucket} of type "
+                    f"{stored}, found {found or 'nothing'}"
                 )
             data = _read(self._directory, self._manifest, written)
             record.append(np.frombuffer(data, dtype).reshape(shape))

@@ -34,6 +34,7 @@ BUSY_S = 0.002
 RETRY_S = 1.0
 """Seconds after which a cut that could not be read is read again."""
 _LOG = logging.getLogger(__name__)
+_LOG.addFilter(telemetry.RepeatFilter())
 
 
 class ParameterServer:

@@ -5,6 +5,7 @@ know. Nothing of a message is used before all three are right.
 """
 
 import hashlib
+import hmac
 import math
 import struct
 from collections.abc import Sequence
@@ -127,7 +128,7 @@ def decode(frames: Sequence[Any], key: bytes) -> tuple[Any, Payload]:
             f"expected version {VERSION} of the messages, found {version}: use the same release "
             "of DLRover-Py for servers and workers"
         )
-    if sender != key:
+    if not hmac.compare_digest(sender, key):
         raise WireError("the message is of another job, or of a program without the job's token")
     if len(frames[1]) > MAX_BODY_BYTES or len(frames) > MAX_ARRAYS + 2:
         raise WireError("the message is too large")

@@ -16,7 +16,7 @@ from typing import Self
 from pydantic import ValidationError
 
 from dlrover_operator.facts import ACTIVE_PHASES, final_phase
-from dlrover_operator.observed import Key, Obj, owner
+from dlrover_operator.observed import JobUid, Key, Obj, job_of, uid_of
 from dlrover_py.allocator import Demand, Pool, allocate, demand_of
 from dlrover_py.protocol import names
 from dlrover_py.protocol.autoscale import NodeAllocation
@@ -97,8 +97,8 @@ class Host:
 class HeldPod:
     """The view of a worker's Pod."""
 
-    job: str
-    """Uid of the ElasticJob that owns it; empty if there is none."""
+    job: JobUid
+    """The ElasticJob that owns it."""
     host: str
     """Name of its host; empty if it has none yet."""
     holds: bool
@@ -108,7 +108,7 @@ class HeldPod:
     def of(cls, obj: Obj) -> Self:
         """Return the view of an object."""
         return cls(
-            owner(obj["metadata"]),
+            job_of(obj["metadata"]),
             (obj.get("spec") or {}).get("nodeName") or "",
             (obj.get("status") or {}).get("phase") not in ("Succeeded", "Failed"),
         )
@@ -132,7 +132,8 @@ def decide(
     """Return the allocations that must change now, by job. Nothing is carried out.
 
     If some jobs must give nodes back, no other job gets more yet. A job that was not started yet,
-    and is held back, gets an allocation of 0 nodes with the reason.
+    and is held back, gets an allocation of 0 nodes with the reason. Pods of a job that takes no
+    part, or is gone, count only on the shared hosts: whoever may write Pods may write any number.
 
     Args:
         jobs: all ElasticJobs.
@@ -141,17 +142,20 @@ def decide(
         shared: the settings.
         now: Unix time.
     """
-    holding = [pod for pod in pods if pod.holds]
+    holding, hosts = [pod for pod in pods if pod.holds], list(hosts)
     held = Counter(pod.job for pod in holding)
+    names_of_hosts = {host.name for host in hosts}
+    placed = Counter(
+        pod.job for pod in holding if pod.host and (shared.capacity or pod.host in names_of_hosts)
+    )
     found: dict[Key, NodeAllocation] = {}
     demands: dict[Key, tuple[Demand, NodeAllocation | None]] = {}
     reserved = 0
     for obj in jobs:
         meta = obj["metadata"]
         key = meta["namespace"], meta["name"]
-        pods_of_job = held.pop(meta["uid"], 0)
         granted = ElasticJob.allocation_in(obj)
-        demand = _demand(obj, pods_of_job)
+        demand = _demand(obj, held[uid_of(obj)], placed.pop(uid_of(obj), 0))
         if isinstance(demand, int):
             reserved += demand
             if granted is not None and granted.nodes and _suspended(obj):
@@ -160,7 +164,7 @@ def decide(
             standbys = (obj["spec"]["replicaSpecs"]["worker"]).get("standbyReplicas") or 0
             reserved += standbys
             demands[key] = demand, granted
-    reserved += sum(held.values())  # of jobs that are gone
+    reserved += sum(placed.values())  # of jobs that are gone
     total = shared.capacity or _room(hosts, holding)
     pool = Pool(name="hosts", nodes=max(0, total - reserved))
     sizes = allocate([d for d, _ in demands.values()], [pool], now, hold_s=shared.hold_s)
@@ -185,7 +189,7 @@ def _suspended(job: Obj) -> bool:
     return (job.get("spec") or {}).get("suspend") is True and takes_part(job)
 
 
-def _demand(job: Obj, pods: int) -> Demand | int:
+def _demand(job: Obj, pods: int, placed: int) -> Demand | int:
     """Return what a job asks for, or the number of nodes that must be kept free for it.
 
     It asks for nothing if it has ended, is suspended, takes no part or cannot be read.
@@ -193,15 +197,16 @@ def _demand(job: Obj, pods: int) -> Demand | int:
     Args:
         job: the ElasticJob.
         pods: Pods of its workers that hold resources.
+        placed: those of them that are on shared hosts.
     """
+    if not takes_part(job):
+        return placed
     meta, status = job["metadata"], job.get("status") or {}
     training = status.get("training") or {}
     if final_phase(status) or meta.get("deletionTimestamp") or _suspended(job):
         return pods
     # Until a master reports that it wants fewer nodes, it may create those that are missing.
     wanted = training.get("desired", 0) if training.get("phase") in ACTIVE_PHASES else 0
-    if not takes_part(job):
-        return max(pods, wanted)
     try:
         read = ElasticJob.read(job)
     except ConfigError:

@@ -21,14 +21,19 @@ COSCHEDULING_LABEL = "scheduling.x-k8s.io/pod-group"
 def gang_of(job: Obj) -> Gang | None:
     """Return the group that the template of an ElasticJob names; None if it names none."""
     roles = (job.get("spec") or {}).get("replicaSpecs") or {}
-    meta = ((roles.get(names.ROLE_WORKER) or {}).get("template") or {}).get("metadata")
-    meta = meta if isinstance(meta, dict) else {}
-    notes, labels = meta.get("annotations") or {}, meta.get("labels") or {}
+    meta = _mapping((roles.get(names.ROLE_WORKER) or {}).get("template"), "metadata")
+    notes, labels = _mapping(meta, "annotations"), _mapping(meta, "labels")
     for note in VOLCANO_NOTES:
         if notes.get(note):
             return Gang(VOLCANO_GROUPS, str(notes[note]), str(notes.get(VOLCANO_QUEUE) or ""))
     named = labels.get(COSCHEDULING_LABEL)
     return Gang(COSCHEDULING_GROUPS, str(named)) if named else None
+
+
+def _mapping(holder: Obj | None, name: str) -> Obj:
+    """Return a part of a template, which the API server stores in any form; {} for another one."""
+    found = (holder or {}).get(name)
+    return found if isinstance(found, dict) else {}
 
 
 def change(job: ElasticJob, gang: Gang) -> Obj | None:

@@ -2,17 +2,27 @@
 
 What is decided is written into ``status.badHosts`` of the jobs, and the faults are in their status,
 too. Nothing else is kept, so the operator may die between any two writes.
+
+Whoever may start Pods in a namespace may write the status of its jobs. So for the jobs of each
+namespace, all jobs of another one count as much as a single job.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from pydantic import ValidationError
 
 from dlrover_operator.facts import final_phase
 from dlrover_operator.observed import Key, Obj
-from dlrover_py.bad_hosts import HostPolicy, bad_hosts, host_records, in_words, to_avoid
+from dlrover_py.bad_hosts import (
+    HostPolicy,
+    HostRecord,
+    bad_hosts,
+    host_records,
+    in_words,
+    to_avoid,
+)
 from dlrover_py.protocol import names
 from dlrover_py.protocol.hosts import BadHosts
 from dlrover_py.protocol.status import HostFault
@@ -40,27 +50,38 @@ def decide(
     """
     policy, jobs = policy or HostPolicy(), list(jobs)
     faults: dict[str, list[HostFault]] = {}
-    known, before = set[str](), set[str]()
+    spaces: dict[str, str] = {}
+    known = set[str]()
+    before: dict[str, set[str]] = {}
     told: dict[Key, BadHosts | None] = {}
     for job in jobs:
         meta, status = job["metadata"], job.get("status") or {}
         training = status.get("training") or {}
         faults[meta["uid"]] = of_job = [f for f in _faults(training) if f.at <= now + AHEAD_S]
+        spaces[meta["uid"]] = meta["namespace"]
         known |= {fault.host for fault in of_job}
         known |= {
             host for node in training.get("nodes") or () if _is_name(host := node.get("host"))
         }
         if not final_phase(status) and _runs_here(job):
             told[meta["namespace"], meta["name"]] = present = _bad_hosts(status)
-            before |= set(present.hosts if present is not None else ())
-    found = bad_hosts(host_records(faults, now, policy), before, policy)[:MOST]
-    wanted: BadHosts | None = None
-    if found and mode != "off":
+            hosts = present.hosts if present is not None else ()
+            before.setdefault(meta["namespace"], set()).update(hosts)
+    wanted: dict[str, BadHosts | None] = {}
+    for space, bad_before in before.items():
+        others = {job: f"namespace {other}" for job, other in spaces.items() if other != space}
+        records = host_records(faults, now, policy, others)
+        found = bad_hosts(records, bad_before, policy)[:MOST]
         avoid = to_avoid(found, len(known), policy) if mode == "act" else []
-        then = f"new nodes avoid {', '.join(avoid)}" if avoid else "they are not avoided"
-        reason = f"hosts have failed in several jobs: {', '.join(map(in_words, found))}; {then}"
-        wanted = BadHosts(hosts=[r.name for r in found], avoid=avoid, reason=reason[:4096])
-    return {key: wanted for key, present in told.items() if _differ(present, wanted)}
+        wanted[space] = _in_words(found, avoid) if found and mode != "off" else None
+    return {key: wanted[key[0]] for key, had in told.items() if _differ(had, wanted[key[0]])}
+
+
+def _in_words(found: Sequence[HostRecord], avoid: list[str]) -> BadHosts:
+    """Return what jobs are told of bad hosts, some of which new nodes avoid."""
+    then = f"new nodes avoid {', '.join(avoid)}" if avoid else "they are not avoided"
+    reason = f"hosts have failed in several jobs: {', '.join(map(in_words, found))}; {then}"
+    return BadHosts(hosts=[r.name for r in found], avoid=avoid, reason=reason[:4096])
 
 
 def _differ(present: BadHosts | None, wanted: BadHosts | None) -> bool:

@@ -19,7 +19,7 @@ from itertools import count
 from typing import Self
 
 from dlrover_operator.facts import ACTIVE_PHASES, final_phase
-from dlrover_operator.observed import Obj, owner
+from dlrover_operator.observed import JobUid, Obj, job_of, uid_of
 from dlrover_py.allocator import Demand, demand_of
 from dlrover_py.protocol import names
 from dlrover_py.protocol.autoscale import NodeAllocation, PodPlace
@@ -35,7 +35,8 @@ NOTE_STANDBYS = "elasticjob.dlrover/standbys"
 NOTE_REQUEST = "elasticjob.dlrover/request"
 """Annotation of a Workload: a digest of what it asks for."""
 STEP_PRIORITY = -1_000_000
-"""Priority of the steps relative to the base. Bases of all jobs come before steps of any job."""
+"""Priority of the steps relative to the base. Bases of all jobs come before steps of any job: the
+priorities of two jobs differ by less."""
 WAITING_STEPS = 8
 """Greatest number of steps of a job that wait for quota at the same time."""
 SEEN_S = 2.0
@@ -62,8 +63,8 @@ class Workload:
 
     name: str
     uid: str
-    owner: str
-    """Uid of the ElasticJob that owns it; empty if none does."""
+    owner: JobUid
+    """The ElasticJob that owns it."""
     step: int
     """0 for the base."""
     nodes: int
@@ -103,7 +104,7 @@ class Workload:
         return cls(
             name=meta["name"],
             uid=meta["uid"],
-            owner=owner(meta),
+            owner=job_of(meta),
             step=_count(notes.get(NOTE_STEP), -1),
             standbys=_count(notes.get(NOTE_STANDBYS), 0),
             nodes=sets[0].get("count", 1),
@@ -146,8 +147,8 @@ class Flavor:
 class QueuedPod:
     """The view of a worker's Pod."""
 
-    job: str
-    """Uid of the ElasticJob that owns it; empty if there is none."""
+    job: JobUid
+    """The ElasticJob that owns it."""
     placement: str
     """Name of the kind of hosts that it was given; empty if it was given none."""
     holds: bool
@@ -158,7 +159,7 @@ class QueuedPod:
         """Return the view of an object."""
         meta = obj["metadata"]
         return cls(
-            owner(meta),
+            job_of(meta),
             (meta.get("labels") or {}).get(names.LABEL_PLACEMENT, ""),
             (obj.get("status") or {}).get("phase") not in ("Succeeded", "Failed"),
         )
@@ -216,8 +217,8 @@ def decide(
     meta, spec = job["metadata"], job.get("spec") or {}
     if meta.get("deletionTimestamp") or spec.get("managedBy") not in (None, names.MANAGED_BY):
         return Changes()
-    own = sorted((w for w in workloads if _is_of(w, meta)), key=lambda w: w.step)
-    held = Counter(pod.placement for pod in pods if pod.job == meta["uid"] and pod.holds)
+    own = sorted((w for w in workloads if _is_of(w, job)), key=lambda w: w.step)
+    held = Counter(pod.placement for pod in pods if pod.job == uid_of(job) and pod.holds)
     return _Decision(job, own, held, cluster, now, refused).changes()
 
 
@@ -287,6 +288,11 @@ class _Decision:
             job = ElasticJob.read(self._obj)
         except ConfigError:
             return self._only_taken_back(None)  # the condition Accepted has the reason
+        faults = [fault for fault in job.worker.faults() if not fault.unknown]
+        if faults:  # the API server stores a template of any form
+            return self._only_taken_back(
+                self._hold(f"its Pod template is refused: {faults[0]}", keep=True)
+            )
         template = job.worker.template.get("metadata") or {}
         if names.LABEL_QUEUE in (template.get("labels") or {}):
             why = (
@@ -545,12 +551,12 @@ def _name(meta: Obj, step: int) -> str:
     return f"elasticjob-{meta['name']}-{meta['uid'][:8]}-{step}"
 
 
-def _is_of(workload: Workload, meta: Obj) -> bool:
+def _is_of(workload: Workload, job: Obj) -> bool:
     """Return whether a Workload is one that the operator has made for the job."""
     return (
-        workload.owner == meta["uid"]
+        workload.owner == uid_of(job)
         and workload.step >= 0
-        and workload.name == _name(meta, workload.step)
+        and workload.name == _name(job["metadata"], workload.step)
     )
 
 

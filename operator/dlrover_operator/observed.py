@@ -12,6 +12,9 @@ from dlrover_py.protocol.status import unix_seconds
 Obj = dict[str, Any]
 Key = tuple[str, str]
 """Namespace and name of an object."""
+JobUid = tuple[str, str]
+"""Namespace and uid of an ElasticJob. Whoever may write in another namespace may write the uid
+there, too, as that of an owner."""
 PodReason = NewType("PodReason", str)
 """The reason that Kubernetes gives for a Pod that does not run."""
 
@@ -250,3 +253,13 @@ def owner(meta: Obj) -> str:
         if reference.get("kind") == names.KIND:
             return str(reference.get("uid", ""))
     return ""
+
+
+def job_of(meta: Obj) -> JobUid:
+    """Return the ElasticJob that owns an object, in the same namespace; the uid may be empty."""
+    return meta.get("namespace", ""), owner(meta)
+
+
+def uid_of(job: Obj) -> JobUid:
+    """Return the namespace and the uid of an ElasticJob."""
+    return job["metadata"]["namespace"], job["metadata"]["uid"]

@@ -18,7 +18,7 @@ from dlrover_operator.kueue import (
     decide,
     queue_of,
 )
-from dlrover_operator.observed import Key, Obj, owner
+from dlrover_operator.observed import Key, Obj, owner, uid_of
 from dlrover_operator.views import Views
 from dlrover_py.kubernetes.client import KubeClient
 from dlrover_py.kubernetes.errors import KubeError
@@ -96,8 +96,8 @@ class Queues:
 
     def manages(self, job: Obj) -> bool:
         """Return whether a job is in a queue, or still has Workloads."""
-        uid = job["metadata"]["uid"]
-        return bool(queue_of(job)) or any(w.owner == uid for w in self._views.all(WORKLOADS))
+        own = uid_of(job)
+        return bool(queue_of(job)) or any(w.owner == own for w in self._views.all(WORKLOADS))
 
     @property
     def again_s(self) -> float:
@@ -132,14 +132,14 @@ class Queues:
         found: dict[Key, Changes] = {}
         for job in jobs:
             meta = job["metadata"]
-            key, uid = (meta["namespace"], meta["name"]), meta["uid"]
-            if queue_of(job) or uid in workloads:
+            key, uid, own = (meta["namespace"], meta["name"]), meta["uid"], uid_of(job)
+            if queue_of(job) or own in workloads:
                 refused = self._refused.get(key)
                 if refused is not None and refused.uid != uid:
                     refused = None
                 why = "" if refused is None else refused.why
                 try:
-                    one = decide(job, workloads[uid], pods[uid], cluster, now, why)
+                    one = decide(job, workloads[own], pods[own], cluster, now, why)
                 except Exception:
                     # Whoever may write one job must not stop the decisions for all others.
                     log.exception("job_not_understood", extra={"job": "/".join(key)})

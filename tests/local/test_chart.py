@@ -17,6 +17,7 @@ import yaml
 from dlrover_operator import loop, manifests, settings
 from dlrover_operator.allotment import SharedHosts
 from dlrover_py import __version__
+from dlrover_py.kubernetes import kinds
 from dlrover_py.kubernetes.kinds import Kind
 from dlrover_py.protocol.job import ElasticJob
 from scripts import chart_values
@@ -296,7 +297,7 @@ def test_what_jobs_share_arrives() -> None:
 
 def test_only_who_shares_hosts_by_labels_may_read_all_hosts() -> None:
     (role,) = of_kind(rendered(ALLOCATOR), "ClusterRole")
-    assert flat(role["rules"]) == {("", "nodes", verb) for verb in ("get", "list", "watch")}
+    assert flat(role["rules"]) == {("", "nodes", verb) for verb in ("list", "watch")}
     (binding,) = of_kind(rendered(ALLOCATOR), "ClusterRoleBinding")
     assert binding["roleRef"]["name"] == role["metadata"]["name"] == "system-dlrover-operator-hosts"
     given = rendered({"allocator": {"enabled": True, "capacity": 6}} | NAMESPACED)
@@ -495,6 +496,23 @@ def test_the_operator_has_what_it_grants_and_does_and_no_more(values: Obj) -> No
         has = flat(rules)
         assert granted_to_masters() <= has, "it cannot grant what it does not have"
         assert has == granted_to_masters() | done_by_the_operator()
+
+
+def test_queues_and_gangs_add_the_rights_that_they_use_and_no_more() -> None:
+    def of(kind: Kind, *verbs: str) -> set[tuple[str, str, str]]:
+        return {(kind.group, kind.plural, verb) for verb in verbs}
+
+    (plain,) = operators_rules({})
+    values: Obj = {"kueue": {"enabled": True}, "gangs": {"enabled": True}}
+    (rules,) = operators_rules(values)
+    made = "get", "list", "watch", "create"  # get: create_or_own
+    added = of(kinds.WORKLOADS, *made, "delete") | of(kinds.LOCAL_QUEUES, "list", "watch")
+    for kind in (kinds.VOLCANO_GROUPS, kinds.COSCHEDULING_GROUPS):
+        added |= of(kind, *made, "patch")
+    assert flat(rules) - flat(plain) == added
+    (flavors,) = (o["rules"] for o in of_kind(rendered(values), "ClusterRole")
+                  if o["metadata"]["name"].endswith("-flavors"))  # fmt: skip
+    assert flat(flavors) == of(kinds.RESOURCE_FLAVORS, "list", "watch")
 
 
 @pytest.mark.parametrize("values", MATRIX.values(), ids=MATRIX)

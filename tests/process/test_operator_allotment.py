@@ -64,7 +64,7 @@ def pod(cluster: FakeCluster, name: str, index: int, owner: str = "") -> None:
                 "labels": labels,
                 "ownerReferences": [{"kind": names.KIND, "name": name, "uid": owner}],
             },
-            "spec": {"containers": [{"name": "main", "image": "i"}]},
+            "spec": {"containers": [{"name": "main", "image": "i"}], "nodeName": "h"},
             "status": {"phase": "Running"},
         },
     )

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from dlrover_operator.allotment import HeldPod, Host, SharedHosts, decide, quantity, takes_part
 from dlrover_operator.observed import Key
 from dlrover_operator.settings import Settings
+from dlrover_py.protocol import names
 from dlrover_py.protocol.autoscale import NodeAllocation
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.status import rfc3339
@@ -42,7 +43,7 @@ class World:
     now: float = NOW
 
     def decide(self) -> dict[Key, NodeAllocation]:
-        owners = (f"u-{n}" for n, count in self.pods.items() for _ in range(count))
+        owners = (("default", f"u-{n}") for n, count in self.pods.items() for _ in range(count))
         pods = [HeldPod(owner, "h", True) for owner in owners]
         return decide(self.jobs.values(), (), pods, self.shared, self.now)
 
@@ -235,7 +236,29 @@ def test_jobs_that_ask_for_nothing_keep_what_they_hold() -> None:
                   SharedHosts(capacity=10), {"ended": 1, "out": 1, "foreign": 1})  # fmt: skip
     world.jobs["a"] = job("a", 9, 1, standbyReplicas=1)
     writes = world.decide()
-    assert {key[1]: one.nodes for key, one in writes.items()} == {"a": 10 - 1 - 2 - 1 - 2 - 1}
+    assert {key[1]: one.nodes for key, one in writes.items()} == {"a": 10 - 1 - 1 - 1 - 2 - 1}
+
+
+def test_pods_that_hold_no_shared_host_take_no_room() -> None:
+    """Whoever may write Pods may write them as those of another namespace's job, or of none."""
+    out = job("out", 100_000, 1)
+    out["metadata"]["annotations"] = {"elasticjob.dlrover/allocation": "off"}
+    out["status"] = {"training": {"phase": "Running", "desired": 100_000}}
+    hosts = [Host(name, 1, True) for name in ("h1", "h2", "h3")]
+    of_job = HeldPod(("default", "u-out"), "h1", True)
+    forged = HeldPod.of(
+        {
+            "metadata": {
+                "name": "x",
+                "namespace": "other",
+                "ownerReferences": [{"kind": names.KIND, "uid": "u-a"}],
+            }
+        }
+    )
+    elsewhere = [replace(of_job, host=host) for host in ("", "of another pool")]
+    pods = [of_job, *elsewhere * 9, *[forged] * 9]
+    writes = decide([out, job("a", 3, 1)], hosts, pods, SharedHosts(), NOW)
+    assert {key[1]: one.nodes for key, one in writes.items()} == {"a": 2}
 
 
 def test_a_suspended_job_asks_again_when_it_resumes() -> None:
@@ -272,7 +295,8 @@ def test_hosts_count_by_what_is_allocatable() -> None:
     assert [host.slots for host in hosts] == [2, 1, 0, 2, 2]
     assert [Host.of(obj, {}).slots for obj in nodes] == [1, 1, 1, 1, 1]
     assert decide([job("a", 9, 1)], hosts, (), shared, NOW)["default", "a"].nodes == 3
-    pods = [HeldPod("u-a", host, True) for host in ("a", "e", "")] + [HeldPod("u-a", "e", False)]
+    a = "default", "u-a"
+    pods = [HeldPod(a, host, True) for host in ("a", "e", "")] + [HeldPod(a, "e", False)]
     here = decide([job("a", 9, 1)], hosts, pods, shared, NOW)
     assert here["default", "a"].nodes == 4, "a cordoned host counts with the Pod that it has"
 

@@ -94,9 +94,11 @@ def test_two_jobs_with_failed_devices_make_a_host_bad_for_most_of_a_day() -> Non
 # --- What the operator decides ---
 
 
-def obj(name: str, *faults: HostFault, nodes: int = 30, **status: Any) -> dict[str, Any]:
+def obj(
+    name: str, *faults: HostFault, nodes: int = 30, space: str = "default", **status: Any
+) -> dict[str, Any]:
     document = job_file(2)
-    document["metadata"] = {"name": name, "namespace": "default", "uid": name}
+    document["metadata"] = {"name": name, "namespace": space, "uid": name}
     training = {
         "hostFaults": [one.model_dump(mode="json", by_alias=True) for one in faults],
         "nodes": [{"phase": "Running", "host": f"h{i}"} for i in range(nodes)],
@@ -135,6 +137,18 @@ def test_nothing_is_written_again_and_what_is_over_is_removed() -> None:
     assert decide(bad_objects(badHosts=told), "off", 10.0) == {("default", "b"): None}
     assert decide(bad_objects(badHosts=told), "act", 3 * DAY) == {("default", "b"): None}
     assert not decide(bad_objects(), "off", 0.0)
+
+
+def test_a_namespace_alone_makes_no_host_bad_for_the_jobs_of_others() -> None:
+    """Its users may write any status of their jobs, and make any number of jobs."""
+    theirs = [obj(f"t{i}", *[fault(f"h{n}") for n in range(30)], space="t") for i in range(9)]
+    mine = obj("m", space="m")
+    assert {key[0] for key in decide([*theirs, mine], "act", 0.0)} == {"t"}
+    both = decide([*theirs, mine, obj("n", fault("h7"), space="n")], "act", 0.0)
+    told = both["m", "m"]
+    assert told is not None
+    assert told.hosts == ["h7"], "two other namespaces agree"
+    assert told.reason.startswith("hosts have failed in several jobs: h7 (10 hardware in 10 jobs)")
 
 
 def test_a_small_cluster_loses_no_host() -> None:

@@ -21,9 +21,10 @@ from dlrover_py.master.core.events import Rules
 from dlrover_py.master.loop import Loop
 from dlrover_py.master.platform.static import StaticPlatform
 from dlrover_py.master.server import RequestGuard, health_app
-from dlrover_py.net.http_server import REPEAT_S, RepeatFilter, server
+from dlrover_py.net.http_server import server
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.telemetry import REPEAT_S, RepeatFilter
 from tests.builders import job_file
 from tests.fakes import MemoryStore
 from tests.fakes_kube import fake_cluster

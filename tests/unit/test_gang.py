@@ -29,6 +29,7 @@ def job(**metadata: Any) -> dict[str, Any]:
     [
         ({}, None),
         ({"annotations": {"scheduling.k8s.io/group-name": ""}}, None),
+        ({"annotations": "g", "labels": ["g"]}, None),
         (
             {
                 "annotations": {

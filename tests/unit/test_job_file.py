@@ -77,6 +77,7 @@ def test_a_good_file_is_read_with_its_defaults() -> None:
         ("metadata.name", "x" * 38, ["metadata.name", "37"]),
         ("kind", "Job", ["kind: found Job", "expected ElasticJob", "kubectl apply"]),
         ("kind", "PyTorchJob", ["kind: found PyTorchJob", "docs/migrating-from-pytorchjob.md"]),
+        ("kind", "MPIJob", ["kind: found MPIJob", "docs/migrating-from-pytorchjob.md"]),
         ("kind", 3, ["kind", "a number 3", "'ElasticJob'"]),
         ("apiVersion", "v1", ["apiVersion", "elastic.iml.github.io/v1alpha1"]),
     ],
@@ -106,6 +107,9 @@ def test_an_interval_has_the_forms_of_the_checkpointers_arguments(
             "this is a field of a PyTorchJob: docs/migrating-from-pytorchjob.md",
         ),
         ("spec.runPolicy", "this is a field of a PyTorchJob: docs/migrating-from-pytorchjob.md"),
+        ("spec.trainer", "this is a field of a TrainJob: docs/migrating-from-pytorchjob.md"),
+        ("spec.mpiReplicaSpecs", "this is a field of a MPIJob: docs/migrating-from-pytorchjob.md"),
+        (f"{WORKER}.maxRestarts", "this is a field of a PyTorchJob: docs/migrating-from"),
         ("metadata.generateName", "it is not supported: write metadata.name"),
         ("metadata.resourceVersion", "it belongs to an object in a cluster: leave it out"),
     ],
@@ -322,6 +326,19 @@ def test_what_a_node_on_this_machine_does_not_follow_is_told() -> None:
         f"{TEMPLATE}.spec.containers[0].resources",
     ]
     assert ElasticJob.parse(job_file()).for_clusters_only() == []
+
+
+@pytest.mark.parametrize("priority", ["7", "-7", "400000", "-400000"])
+def test_a_whole_number_orders_jobs_and_is_no_class(priority: str) -> None:
+    job = ElasticJob.parse(job_file(priority=priority))
+    assert (job.worker.priority_class, job.worker.rank) == ("", int(priority))
+    assert job.without_effect() == []
+
+
+@pytest.mark.parametrize("priority", ["400001", "-400001", "9" * 250])
+def test_a_priority_that_would_come_before_the_minima_of_others_is_refused(priority: str) -> None:
+    with pytest.raises(ConfigError, match="expected a number from -400000 to 400000"):
+        ElasticJob.parse(job_file(priority=priority))
 
 
 def test_a_fraction_of_high_priority_is_no_class() -> None:

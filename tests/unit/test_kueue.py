@@ -56,7 +56,7 @@ class World:
 
     def operate(self) -> Changes:
         """Decide once, and carry it out."""
-        views = [QueuedPod("u-x", place, True) for place in self.pods]
+        views = [QueuedPod(("default", "u-x"), place, True) for place in self.pods]
         changes = decide(self.job, self.workloads.values(), views, self.cluster, self.now)
         if changes.allocation is not None:
             written = changes.allocation.model_dump(by_alias=True)
@@ -185,6 +185,41 @@ def test_the_base_comes_first_and_steps_follow_with_a_lower_priority() -> None:
     assert [p["nodeSelector"] for p in places] == [{"pool": "spot"}, {"pool": "stable"}]
     assert places[0]["tolerations"] == [{"key": "spot", "operator": "Exists"}]
     assert world.reason == "the queue team has admitted 4 nodes; 2 more nodes wait for quota"
+
+
+def test_no_step_comes_before_the_base_of_another_job() -> None:
+    """Users choose the priority, and quota is shared with those of other namespaces."""
+    most = World(job(most=6, priority="400000"))
+    least = World(job(most=6, priority="-400000"))
+    for world in (most, least):
+        world.settle()
+    most.admit(0)
+    most.settle()
+    steps = [one["spec"]["priority"] for n, one in most.objects.items() if not n.endswith("-0")]
+    assert max(steps) < least.objects["elasticjob-x-u-x-0"]["spec"]["priority"]
+
+
+def test_objects_of_another_namespace_are_none_of_the_jobs() -> None:
+    """Whoever may write there may name any job as the owner."""
+    world = World(job())
+    world.settle()
+    (own,) = world.objects.values()
+    theirs = own | {"metadata": own["metadata"] | {"namespace": "other", "uid": "w9"}}
+    world.workloads["theirs"] = Workload.of(theirs)
+    world.admit(0)
+    pod = {
+        "metadata": {
+            "name": "p",
+            "namespace": "other",
+            "ownerReferences": own["metadata"]["ownerReferences"],
+        }
+    }
+    pods = [QueuedPod.of(pod)] * 9
+    changes = decide(world.job, world.workloads.values(), pods, CLUSTER, NOW)
+    assert changes.allocation is not None
+    assert (changes.allocation.nodes, changes.waits) == (2, False)
+    assert not decide(world.job, [Workload.of(theirs)], pods, CLUSTER, NOW).delete
+    assert decide(world.job, [], pods, CLUSTER, NOW).create, "nothing holds its quota"
 
 
 def test_a_step_that_is_evicted_costs_its_nodes_and_keeps_its_quota_until_they_are_gone() -> None:
@@ -371,7 +406,7 @@ def test_no_job_has_two_managers() -> None:
 
 
 def test_flavors_of_several_resources_are_one_place_with_a_short_name() -> None:
-    both = Workload("w", "u", "o", 0, 1, "q", "r", flavors=("a" * 40, "b" * 40))
+    both = Workload("w", "u", ("default", "o"), 0, 1, "q", "r", flavors=("a" * 40, "b" * 40))
     assert len(both.placement) == 63
     assert both.placement != replace(both, flavors=("a" * 40, "c" * 40)).placement
 
@@ -446,9 +481,33 @@ def test_one_job_of_another_form_does_not_stop_the_others() -> None:
     queues = Queues(None, ("",), changed=lambda: None, failed=lambda _: None)  # type: ignore[arg-type]
     odd, good = job(), job()
     odd["metadata"] |= {"name": "odd", "uid": "u-odd"}
-    odd["spec"]["replicaSpecs"]["worker"]["template"]["metadata"] = "x"
+    odd["status"] = {"conditions": ["x"]}
     found = queues.writes([odd, good], NOW)
     assert list(found) == [("default", "x")]
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [("metadata", "x"), ("containers", [3]), ("initContainers", True), ("nodeSelector", [])],
+)
+def test_a_template_of_another_form_is_said_and_keeps_the_nodes(part: str, value: Any) -> None:
+    """The API server stores it, and nothing is asked of Kueue."""
+    world = World(job())
+    template = world.job["spec"]["replicaSpecs"]["worker"]["template"]
+    holder = template if part == "metadata" else template["spec"]
+    before = holder.get(part)
+    holder[part] = value
+    world.settle()
+    assert (world.steps(), world.nodes) == ([], 0)
+    assert world.reason.startswith("held back: its Pod template is refused: spec.replicaSpecs.")
+    holder[part] = before
+    world.settle()
+    world.admit(0)
+    world.settle()
+    holder[part] = value
+    changes = world.operate()
+    assert (changes.create, changes.delete, world.nodes) == ((), (), 2)
+    assert world.reason.startswith("its Pod template is refused: ")
 
 
 ACTIONS = st.lists(

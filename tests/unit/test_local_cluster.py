@@ -1,10 +1,13 @@
 """The job on this machine, before a process of it is started."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from dlrover_py.cli.settings import Settings
+from dlrover_py.cli.shared import SharedCluster
 from dlrover_py.localcluster.cluster import OUTPUT_TAIL, JobPaths, LocalCluster, _tail
 from dlrover_py.protocol.errors import ConfigError, DLRoverError, FileLimitError
 from tests.builders import elastic_job
@@ -47,3 +50,14 @@ def test_of_a_line_that_the_tail_cuts_nothing_is_told(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text(json.dumps({"event": "x" * OUTPUT_TAIL}) + "\nTraceback\nKeyError: 'lr'\n")
     assert _tail(log) == "Traceback\nKeyError: 'lr'"
+
+
+def test_jobs_that_share_hosts_are_regular_files(tmp_path: Path) -> None:
+    """A FIFO would block all jobs until somebody writes."""
+    (tmp_path / "a.yaml").touch()
+    (tmp_path / "b.yaml").symlink_to("a.yaml")
+    os.mkfifo(tmp_path / "c.yaml")
+    (tmp_path / "d.yaml").mkdir()
+    (tmp_path / "e.yaml").symlink_to("/dev/zero")
+    shared = SharedCluster(tmp_path, Settings(tmp_path, tmp_path, {}), 1)
+    assert [path.name for path in shared.files()] == ["a.yaml", "b.yaml"]

@@ -1,5 +1,6 @@
 """Cuts of a parameter server: saved, read back, refused when damaged, and exported."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xxhash
 import zmq
 from click.testing import CliRunner
 from pyarrow import parquet
@@ -20,11 +22,13 @@ from dlrover_py.checkpoint.directory import CheckpointDirectory
 from dlrover_py.cli.checkpoints import ckpt
 from dlrover_py.cli.ps import ps as ps_command
 from dlrover_py.protocol.errors import CheckpointError, ConfigError, SupersededError
+from dlrover_py.protocol.manifest import TABLES_KEY, Manifest, WrittenChunk
+from dlrover_py.protocol.slots import TensorChunk
 from dlrover_py.ps import specs
 from dlrover_py.ps.client import PsClient
 from dlrover_py.ps.cluster_map import ClusterMap, CutPlace, Placement
 from dlrover_py.ps.coordinator import Coordinator
-from dlrover_py.ps.cuts import CutDirectory, SavedCut
+from dlrover_py.ps.cuts import DOCUMENT, CutDirectory, SavedCut
 from dlrover_py.ps.export import export
 from dlrover_py.ps.hashing import bucket_of, salt_of
 from dlrover_py.ps.meetings import Meetings
@@ -196,6 +200,60 @@ def test_a_damaged_cut_is_refused(
         assert isinstance(result.exception, CheckpointError), result
         assert words in str(result.exception)
     assert not (tmp_path / "out.pt").exists()
+
+
+def forge(cuts: Path, document: dict[str, Any], chunks: dict[str, Any]) -> None:
+    """Write a cut of another form, with right digests.
+
+    Args:
+        cuts: The directory.
+        document: Parts of ``ps.cut`` that are replaced.
+        chunks: Fields that are replaced in all chunks of one key.
+    """
+    (path,) = cuts.glob("step-*.json")
+    manifest = Manifest.decode(path.read_bytes())
+    file = cuts / manifest.folder / DOCUMENT
+    data = json.dumps(json.loads(file.read_bytes()) | document).encode()
+    file.write_bytes(data)
+    whole = TensorChunk(TABLES_KEY, "uint8", (len(data),), (len(data),), (0,))
+    described = WrittenChunk(whole, DOCUMENT, 0, xxhash.xxh3_64_intdigest(data))
+    made = [described if c.chunk.key == TABLES_KEY else c for c in manifest.chunks]
+    made = [
+        c._replace(chunk=c.chunk._replace(**chunks[c.chunk.key])) if c.chunk.key in chunks else c
+        for c in made
+    ]
+    path.write_bytes(replace(manifest, chunks=tuple(made), sums=()).encode())
+
+
+@pytest.mark.parametrize(
+    ("document", "chunks"),
+    [
+        ({"rows": {}}, {}),
+        ({"rows": {"user": [1], "count": [1], "empty": [0]}}, {}),
+        ({"rows": {"user": [-1] * 8, "count": [1] * 8, "empty": [0] * 8}}, {}),
+        ({"pushes": []}, {}),
+        ({"tables": [{"name": "../x", "dim": 4}]}, {}),
+        ({"tables": [{"name": "user", "dim": 1 << 40}]}, {}),
+        ({"tables": []}, {}),
+        ({}, {"user/ids": {"dtype": "int32"}}),
+        ({}, {TABLES_KEY: {"at": (1,)}}),
+        ({}, {TABLES_KEY: {"dtype": "x"}}),
+        ({}, {TABLES_KEY: {"shape": (1 << 40,), "whole": (1 << 40,)}}),
+    ],
+)
+def test_a_cut_of_another_form_is_refused(
+    copied: Path, document: dict[str, Any], chunks: dict[str, Any]
+) -> None:
+    """Otherwise a server would wait for rows that its thread cannot read."""
+    forge(copied, document, chunks)
+
+    def read() -> None:
+        found = SavedCut.open(str(copied))
+        assert found is not None
+        found.verify()
+
+    with pytest.raises(CheckpointError, match=copied.name):
+        read()
 
 
 def test_a_cut_without_a_manifest_does_not_exist(copied: Path, tmp_path: Path) -> None:

@@ -195,3 +195,18 @@ def test_the_access_file(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="dlrover ps serve"):
             read_access(path)
     assert Settings.from_environment({"RANK": "3"}).rank == "3"
+
+
+def test_strangers_fill_no_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """All users of the machine reach the port."""
+    with servers(tmp_path, 1, 1) as access, client(access) as worker:
+        address = worker.map.servers["s0"]
+        context = zmq.Context()
+        stranger = context.socket(zmq.DEALER)
+        stranger.connect(address)
+        for _ in range(50):
+            stranger.send_multipart(sent(PUSH, []))
+            assert stranger.poll(20_000)
+            stranger.recv_multipart()
+        context.destroy(linger=0)
+    assert len([r for r in caplog.records if "message was refused" in r.getMessage()]) <= 1

@@ -1,6 +1,7 @@
 """A loader of a stream in a script without an agent: growing files, the end, and checkpoints."""
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -73,6 +74,16 @@ def test_a_line_counts_once_it_is_complete(tmp_path: Path) -> None:
     path.write_text('{"n": 1}\n{"n": 2}')
     (tmp_path / "_END").touch()
     assert source.ends() == ({"a.jsonl": 17}, True), "nobody completes the last line any more"
+
+
+def test_what_is_no_file_is_left_out(tmp_path: Path) -> None:
+    """A FIFO would block until somebody writes, and whoever may write there may make one."""
+    write(tmp_path / "a.jsonl", 1)
+    os.mkfifo(tmp_path / "b.jsonl")
+    (tmp_path / "c.jsonl").mkdir()
+    (tmp_path / "d.jsonl").symlink_to("/dev/zero")
+    ends, ended = stream(tmp_path).ends()
+    assert (list(ends), ended) == (["a.jsonl"], False)
 
 
 def test_a_file_that_was_cut_goes_to_quarantine(tmp_path: Path) -> None:

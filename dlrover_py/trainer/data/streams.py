@@ -61,6 +61,7 @@ class StreamSource(Protocol):
 class LineStream:
     """The lines of files in a folder, which grow at their ends. A file is a partition.
 
+    Folders, FIFOs and devices are left out.
     A line counts once its line break is written. New files are found. A file with the name of
     ``end_marker`` in the folder says that the stream has ended; it must be written last.
     """
@@ -101,7 +102,7 @@ class LineStream:
         ended = self._marker.exists()  # before the files: what comes later does not count
         found = {}
         for path in sorted(self._folder.glob(self._pattern)):
-            if path == self._marker:
+            if path == self._marker or not path.is_file():  # a FIFO would block
                 continue
             with path.open("rb") as file:
                 length = os.fstat(file.fileno()).st_size
