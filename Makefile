@@ -22,7 +22,7 @@ $(USER_STAMP): pyproject.toml constraints.txt
 	@bash scripts/setup.sh $(VENV) user
 	@touch $@
 
-$(DEV_STAMP): pyproject.toml constraints.txt
+$(DEV_STAMP): pyproject.toml constraints.txt scripts/setup.sh
 	@bash scripts/setup.sh $(VENV) dev
 	@touch $@
 

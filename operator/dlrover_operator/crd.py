@@ -12,6 +12,8 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import yaml
@@ -353,9 +355,8 @@ def _docs(model: type[BaseModel]) -> dict[str, str]:
     for base in reversed(model.__mro__):
         if not issubclass(base, BaseModel) or base is BaseModel:
             continue
-        (body,) = ast.parse(inspect.getsource(base)).body
-        assert isinstance(body, ast.ClassDef)
-        for field, text in zip(body.body, body.body[1:], strict=False):
+        body = _classes(base.__module__)[base.__name__].body
+        for field, text in pairwise(body):
             match field, text:
                 case (
                     ast.AnnAssign(target=ast.Name(id=name)),
@@ -364,6 +365,13 @@ def _docs(model: type[BaseModel]) -> dict[str, str]:
                     alias = model.model_fields[name].alias or name
                     descriptions[alias] = _plain_text(doc)
     return descriptions
+
+
+@cache  # inspect.getsource of a class reads its whole module, each time
+def _classes(module: str) -> dict[str, ast.ClassDef]:
+    """Return the classes of a module, by name."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
 # --- As text ---

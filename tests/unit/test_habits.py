@@ -12,6 +12,7 @@ import re
 import subprocess
 import textwrap
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -53,11 +54,20 @@ def test_no_process_is_started_here(start: Callable[[], object]) -> None:
         start()
 
 
+@cache
+def _nodes() -> dict[Path, list[ast.AST]]:
+    """All nodes of each file of the tests."""
+    return {
+        path: list(ast.walk(ast.parse(path.read_text()))) for path in sorted(TESTS.rglob("*.py"))
+    }
+
+
 def _tests() -> Iterator[tuple[Path, str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    for path in sorted(TESTS.rglob("test_*.py")):
-        text = path.read_text()
-        lines = text.splitlines()
-        for node in ast.walk(ast.parse(text)):
+    for path, nodes in _nodes().items():
+        if not path.name.startswith("test_"):
+            continue
+        lines = path.read_text().splitlines()
+        for node in nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith(
                 "test_"
             ):
@@ -118,8 +128,8 @@ def patched_constants(node: ast.AST) -> list[str]:
 def test_no_test_patches_a_constant() -> None:
     patched = [
         f"{path.relative_to(TESTS.parent)}:{node.lineno}: {name}"
-        for path in sorted(TESTS.rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
+        for path, nodes in _nodes().items()
+        for node in nodes
         if isinstance(node, ast.Call | ast.Assign)
         for name in patched_constants(node)
         if name not in PATCHED
@@ -166,9 +176,9 @@ def program_lines(text: str) -> int:
     return sum(bool(line.strip()) for line in text.splitlines())
 
 
-def _strings(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def _strings(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
     """Each string and its line; the values in a formatted string are the name VALUE."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.lineno, node.value
         elif isinstance(node, ast.JoinedStr):
@@ -180,8 +190,8 @@ def test_programs_are_files() -> None:
     """Linter and type checker do not read strings. What stays is short, or is no whole program."""
     found = [
         f"{path.relative_to(TESTS.parent)}:{line}: a program of {lines} lines"
-        for path in sorted(TESTS.rglob("*.py"))
-        for line, text in _strings(ast.parse(path.read_text()))
+        for path, nodes in _nodes().items()
+        for line, text in _strings(nodes)
         if (lines := program_lines(text)) > SHORT
     ]
     assert found == [], f"expected programs of at most {SHORT} lines; move it to tests/programs"
