@@ -214,7 +214,13 @@ class Agent:
             OSError: The socket for the probes of workers cannot be bound.
         """
         path = self._scratch.path / PROBE_SOCKET
-        taker = SnapshotTaker(path, self._boot_id, self._master, lambda: self._workers.processes)
+        taker = SnapshotTaker(
+            path,
+            self._boot_id,
+            self._master,
+            processes=lambda: self._workers.processes,
+            not_started=lambda: self._workers.not_started,
+        )
         self._scratch.add(taker.probes)
         return taker
 

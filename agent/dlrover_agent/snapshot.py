@@ -116,6 +116,7 @@ class SnapshotTaker:
         boot_id: str,
         master: SnapshotMaster,
         processes: Callable[[], Sequence[ProcessId | None]],
+        not_started: Callable[[], Sequence[bool]],
     ) -> None:
         """Listen for the probes of workers; take no snapshot yet.
 
@@ -123,7 +124,8 @@ class SnapshotTaker:
             path: Path of the socket for the probes, of at most 107 bytes.
             boot_id: Random text of this agent process.
             master: Connection to the master.
-            processes: Returns the workers' processes by local rank; None for one that has ended.
+            processes: Returns the workers' processes by local rank; None for one without a process.
+            not_started: Returns by local rank whether a worker has no process yet.
 
         Raises:
             OSError: If the socket cannot be bound.
@@ -132,7 +134,8 @@ class SnapshotTaker:
         """Knows the probes of the workers."""
         self.idle = IdleClock()
         """For how long the workers are idle."""
-        self._boot_id, self._master, self._processes = boot_id, master, processes
+        self._boot_id, self._master = boot_id, master
+        self._processes, self._not_started = processes, not_started
         self._taken = 0
         self._task: asyncio.Task[None] | None = None
         self._thread = BackgroundThread("snapshot")
@@ -182,7 +185,7 @@ class SnapshotTaker:
         Args:
             rank_offset: Global rank of the worker with local rank 0.
         """
-        processes = list(self._processes())
+        processes, not_started = list(self._processes()), list(self._not_started())
         pids = [process.pid for process in processes if process is not None]
         before = await self._in_thread(lambda: _cpu_times(pids), FILES_S, {})
         began = asyncio.get_running_loop().time()
@@ -214,7 +217,14 @@ class SnapshotTaker:
         for local_rank, (process, answer) in enumerate(zip(processes, answers, strict=True)):
             rank = rank_offset + local_rank
             if process is None:
-                found.append(WorkerSnapshot(rank=rank, local_rank=local_rank, recorded=True))
+                found.append(
+                    WorkerSnapshot(
+                        rank=rank,
+                        local_rank=local_rank,
+                        starting=not_started[local_rank],
+                        recorded=True,
+                    )
+                )
                 continue
             pid = process.pid
             fields = {"recorded": False, **answer}
@@ -249,7 +259,7 @@ class SnapshotTaker:
 
 
 async def _nothing() -> dict[str, Any]:
-    """Return no answer, for a worker that has ended."""
+    """Return no answer, for a worker without a process."""
     return {}
 
 

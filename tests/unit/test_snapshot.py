@@ -64,7 +64,13 @@ def test_the_names_of_the_probe_are_those_of_the_protocol() -> None:
 async def test_a_worker_that_hangs_is_described_by_its_probe(path: Path) -> None:
     """The worker is this process, whose main thread waits in the event loop."""
     master = Master(failures=1)
-    taker = SnapshotTaker(path, "boot-0001", master, lambda: [OWN, None])
+    taker = SnapshotTaker(
+        path,
+        "boot-0001",
+        master,
+        processes=lambda: [OWN, None, None],
+        not_started=lambda: [False, False, True],
+    )
     taker.probes.new_round(3)
     record = {"group": "0", "seq": 7, "op": "all_reduce", "open": True}
     environ = {probe.SOCKET: str(path), probe.LOCAL_RANK: "0", probe.ROUND: "3"}
@@ -76,13 +82,14 @@ async def test_a_worker_that_hangs_is_described_by_its_probe(path: Path) -> None
     await asyncio.wait_for(master.arrived.wait(), 30)
     (snapshot,) = master.taken
     assert (snapshot.number, snapshot.round) == (5, 3)
-    alive, ended = snapshot.workers
+    alive, ended, starting = snapshot.workers
     assert (alive.rank, alive.pid, alive.state != "") == (4, os.getpid(), True)
     functions = {frame.function.rpartition(".")[2] for frame in alive.stack}
     # A coroutine that is suspended while its stack is read has no caller any more.
     assert functions & {"run_until_complete", "ask"}
     assert alive.recorded
-    assert (ended.rank, ended.pid, ended.state) == (5, 0, "")
+    assert (ended.rank, ended.pid, ended.state, ended.ended) == (5, 0, "", True)
+    assert (starting.rank, starting.starting, starting.ended) == (6, True, False)
     await taker.close()
 
 

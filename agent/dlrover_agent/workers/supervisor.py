@@ -165,6 +165,11 @@ class WorkerSupervisor:
         return [None if w.ended else w.session for w in self._workers]
 
     @property
+    def not_started(self) -> list[bool]:
+        """Whether each worker has no process yet, by local rank."""
+        return [w.session is None and not w.ended for w in self._workers]
+
+    @property
     def unreaped(self) -> set[int]:
         """Process ids of the workers that the supervisor still has to reap."""
         return {w.pid for w in self._workers if w.session is not None}
