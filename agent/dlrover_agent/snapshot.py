@@ -66,6 +66,18 @@ class SnapshotMaster(Protocol):
         """
 
 
+class LookedAt(Protocol):
+    """A worker, as far as a snapshot needs it."""
+
+    @property
+    def process(self) -> ProcessId | None:
+        """Its process; None if it has ended, or has no process yet."""
+
+    @property
+    def not_started(self) -> bool:
+        """Whether it has no process yet."""
+
+
 @dataclass(frozen=True, slots=True)
 class ProcessFacts:
     """What the kernel says of a worker's process."""
@@ -115,8 +127,7 @@ class SnapshotTaker:
         path: Path,
         boot_id: str,
         master: SnapshotMaster,
-        processes: Callable[[], Sequence[ProcessId | None]],
-        not_started: Callable[[], Sequence[bool]],
+        workers: Callable[[], Sequence[LookedAt]],
     ) -> None:
         """Listen for the probes of workers; take no snapshot yet.
 
@@ -124,8 +135,7 @@ class SnapshotTaker:
             path: Path of the socket for the probes, of at most 107 bytes.
             boot_id: Random text of this agent process.
             master: Connection to the master.
-            processes: Returns the workers' processes by local rank; None for one without a process.
-            not_started: Returns by local rank whether a worker has no process yet.
+            workers: Returns the workers by local rank.
 
         Raises:
             OSError: If the socket cannot be bound.
@@ -135,7 +145,7 @@ class SnapshotTaker:
         self.idle = IdleClock()
         """For how long the workers are idle."""
         self._boot_id, self._master = boot_id, master
-        self._processes, self._not_started = processes, not_started
+        self._workers = workers
         self._taken = 0
         self._task: asyncio.Task[None] | None = None
         self._thread = BackgroundThread("snapshot")
@@ -185,7 +195,9 @@ class SnapshotTaker:
         Args:
             rank_offset: Global rank of the worker with local rank 0.
         """
-        processes, not_started = list(self._processes()), list(self._not_started())
+        workers = self._workers()
+        processes = [worker.process for worker in workers]
+        not_started = [worker.not_started for worker in workers]
         pids = [process.pid for process in processes if process is not None]
         before = await self._in_thread(lambda: _cpu_times(pids), FILES_S, {})
         began = asyncio.get_running_loop().time()
