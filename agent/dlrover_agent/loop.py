@@ -214,7 +214,7 @@ class Agent:
             OSError: The socket for the probes of workers cannot be bound.
         """
         path = self._scratch.path / PROBE_SOCKET
-        taker = SnapshotTaker(path, self._boot_id, self._master, lambda: self._workers.processes)
+        taker = SnapshotTaker(path, self._boot_id, self._master, lambda: self._workers.workers)
         self._scratch.add(taker.probes)
         return taker
 
@@ -498,7 +498,7 @@ class Agent:
             world = nested_launchers.ExpectedWorld(
                 a.round, a.world_size, a.master_port, socket, strangers
             )
-            self._launchers.watch(world, self._workers.processes)
+            self._launchers.watch(world, [w.process for w in self._workers.workers])
 
     def last_step(self, local_rank: int) -> int | None:
         """Return the newest step that a worker has reported. See :class:`RoundObserver`."""

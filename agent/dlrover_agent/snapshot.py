@@ -66,6 +66,18 @@ class SnapshotMaster(Protocol):
         """
 
 
+class LookedAt(Protocol):
+    """A worker, as far as a snapshot needs it."""
+
+    @property
+    def process(self) -> ProcessId | None:
+        """Its process; None if it has ended, or has no process yet."""
+
+    @property
+    def not_started(self) -> bool:
+        """Whether it has no process yet."""
+
+
 @dataclass(frozen=True, slots=True)
 class ProcessFacts:
     """What the kernel says of a worker's process."""
@@ -115,7 +127,7 @@ class SnapshotTaker:
         path: Path,
         boot_id: str,
         master: SnapshotMaster,
-        processes: Callable[[], Sequence[ProcessId | None]],
+        workers: Callable[[], Sequence[LookedAt]],
     ) -> None:
         """Listen for the probes of workers; take no snapshot yet.
 
@@ -123,7 +135,7 @@ class SnapshotTaker:
             path: Path of the socket for the probes, of at most 107 bytes.
             boot_id: Random text of this agent process.
             master: Connection to the master.
-            processes: Returns the workers' processes by local rank; None for one that has ended.
+            workers: Returns the workers by local rank.
 
         Raises:
             OSError: If the socket cannot be bound.
@@ -132,7 +144,8 @@ class SnapshotTaker:
         """Knows the probes of the workers."""
         self.idle = IdleClock()
         """For how long the workers are idle."""
-        self._boot_id, self._master, self._processes = boot_id, master, processes
+        self._boot_id, self._master = boot_id, master
+        self._workers = workers
         self._taken = 0
         self._task: asyncio.Task[None] | None = None
         self._thread = BackgroundThread("snapshot")
@@ -182,7 +195,9 @@ class SnapshotTaker:
         Args:
             rank_offset: Global rank of the worker with local rank 0.
         """
-        processes = list(self._processes())
+        workers = self._workers()
+        processes = [worker.process for worker in workers]
+        not_started = [worker.not_started for worker in workers]
         pids = [process.pid for process in processes if process is not None]
         before = await self._in_thread(lambda: _cpu_times(pids), FILES_S, {})
         began = asyncio.get_running_loop().time()
@@ -214,7 +229,14 @@ class SnapshotTaker:
         for local_rank, (process, answer) in enumerate(zip(processes, answers, strict=True)):
             rank = rank_offset + local_rank
             if process is None:
-                found.append(WorkerSnapshot(rank=rank, local_rank=local_rank, recorded=True))
+                found.append(
+                    WorkerSnapshot(
+                        rank=rank,
+                        local_rank=local_rank,
+                        starting=not_started[local_rank],
+                        recorded=True,
+                    )
+                )
                 continue
             pid = process.pid
             fields = {"recorded": False, **answer}
@@ -249,7 +271,7 @@ class SnapshotTaker:
 
 
 async def _nothing() -> dict[str, Any]:
-    """Return no answer, for a worker that has ended."""
+    """Return no answer, for a worker without a process."""
     return {}
 
 

@@ -69,8 +69,9 @@ OF_ANOTHER_JOB = tuple(name for name in JOB_ENV if name not in (ENV_NODE_MARK, E
 
 By the marks, the other job ends all processes of its node.
 """
-DEFAULT_RUN_IDS = ("none", "torchrun none")
-"""Ids of runs without ``--rdzv-id``: by ``elastic-run``, and by torchrun with its backend."""
+DEFAULT_RUN_IDS = ("", "none", "torchrun none")
+"""Ids that everyone can guess: an empty one, and those of runs without ``--rdzv-id``: by
+``elastic-run``, and by torchrun with its backend."""
 MAX_SETTING_S = 86400.0
 """Seconds of a day, the largest value of a setting of the master."""
 UNUSED_CONF_KEYS: Mapping[str, str] = {
@@ -135,7 +136,8 @@ class Endpoint:
             if min_nodes > 1:
                 message = f"--nnodes is {flags.nnodes}: --standalone is a job of exactly one node"
                 raise ConfigError(message)
-            return cls(run_id=str(uuid.uuid4()), local_addr=flags.local_addr)
+            rules = _master_environ(conf)
+            return cls(run_id=str(uuid.uuid4()), local_addr=flags.local_addr, rules=rules)
         unit = flags.node_unit
         if unit < 1 or max_nodes % unit or min_nodes % unit:
             raise ConfigError(

@@ -28,7 +28,7 @@ from dlrover_py.cli.cache import cache
 from dlrover_py.cli.checkpoints import ckpt
 from dlrover_py.cli.data import data
 from dlrover_py.cli.logs import LogQuery
-from dlrover_py.cli.numbers import Real
+from dlrover_py.cli.numbers import NodeCount, Real
 from dlrover_py.cli.progress import OutputError, Style, whole_output
 from dlrover_py.cli.ps import ps
 from dlrover_py.cli.settings import Settings, Target
@@ -45,6 +45,20 @@ SNAPSHOT_S = 60.0
 """Seconds that ``dlrover job stacks`` waits for the result."""
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class _NamesJobByFlag(click.Command):
+    """A command that has a word of its own, so that the name of the job follows ``--job``."""
+
+    allow_extra_args = True
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments. A further word is probably the name of the job."""
+        rest = super().parse_args(ctx, args)
+        if rest and not ctx.resilient_parsing:
+            words = " ".join(repr(word) for word in rest)
+            ctx.fail(f"found {words}, expected no further word; a job's name follows --job")
+        return rest
 
 
 class _OrderedGroup(click.Group):
@@ -216,7 +230,7 @@ def run(
     _print_remarks(document.remarks)
     _print_field_remark(elastic_job.for_clusters_only(), CLUSTER_ONLY)
     _print_field_remark(elastic_job.without_effect(), INERT)
-    _print_command_warning(elastic_job)
+    _print_worker_warnings(elastic_job)
     if hosts is None:
         hosts = elastic_job.worker.replicas + elastic_job.worker.standby_replicas
         hosts += elastic_job.servers.size if elastic_job.servers is not None else 0
@@ -346,7 +360,7 @@ def submit(
     for document in documents:
         _print_remarks(document.remarks)
         _print_field_remark(document.job.without_effect(), INERT)
-        _print_command_warning(document.job)
+        _print_worker_warnings(document.job)
     style = _style(as_json=as_json, plain=plain)
     with ClusterClient(target) as cluster:
         submitted = cluster.submit(documents, apply=apply, dry_run=dry_run)
@@ -392,11 +406,10 @@ def _print_field_remark(paths: Sequence[str], word: str) -> None:
         _print_remarks([f"{', '.join(paths)}: {word}"])
 
 
-def _print_command_warning(job: ElasticJob) -> None:
-    """Print a warning if the command of the job's workers looks wrong."""
-    text = job.worker.command_remarks()
-    if text:
-        _print_remarks([f"warning: {text}"])
+def _print_worker_warnings(job: ElasticJob) -> None:
+    """Print a warning for what of the job's workers looks wrong."""
+    remarks = (job.worker.restart_remarks(), job.worker.command_remarks())
+    _print_remarks([f"warning: {text}" for text in remarks if text])
 
 
 # --- Commands that read jobs ---
@@ -900,8 +913,8 @@ def evidence(name: str | None, as_json: bool, target: Target) -> None:
 # --- Commands that change jobs ---
 
 
-@job.command()
-@click.argument("replicas", type=click.IntRange(min=1))
+@job.command(cls=_NamesJobByFlag)
+@click.argument("replicas", type=NodeCount(min=1))
 @of_job
 @target_options
 def scale(replicas: int, name: str | None, target: Target) -> None:
@@ -1215,7 +1228,7 @@ def _finish_removals(state_root: Path | None) -> None:
 def _add_node_command(verb: str, text: str) -> None:
     """Add a command that makes a request about one node, under the name of the request."""
 
-    @node.command(verb, help=text)
+    @node.command(verb, help=text, cls=_NamesJobByFlag)
     @click.argument("node_id", shell_complete=complete.nodes)
     @of_job
     def command(node_id: str, name: str | None) -> None:
@@ -1234,7 +1247,7 @@ _add_node_command(
 _add_node_command("drain", "Ask a node to leave. Its host takes no other node.")
 
 
-@node.command()
+@node.command(cls=_NamesJobByFlag)
 @click.option(
     "--count",
     type=click.IntRange(1, 1000),

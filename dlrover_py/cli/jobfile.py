@@ -1,6 +1,7 @@
 """A reader of job files that reports the line of each error."""
 
 import contextlib
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -154,6 +155,10 @@ def _parsed(name: str, text: str) -> list[tuple[yaml.Node | None, Any]]:
         mark = getattr(error, "problem_mark", None)
         where = f"{name}:{mark.line + 1}" if mark is not None else name
         what = getattr(error, "problem", None) or "cannot be read"
+        if name.endswith(".py"):
+            what += (
+                f"; expected a job file, found a script: elastic-run {shlex.quote(name)} runs it"
+            )
         raise ConfigError(f"{where}: not valid YAML: {what}") from error
     except (ValueError, RecursionError) as error:  # an impossible date, or endless nesting
         raise ConfigError(f"{name}: not valid YAML: {error}") from error

@@ -71,10 +71,12 @@ class WorkerSnapshot(Wire):
     local_rank: Count
     """Its rank on its node."""
     pid: Count = 0
-    """Its process id; 0 if it has ended."""
+    """Its process id; 0 if it has ended, or has no process yet."""
+    starting: bool = False
+    """Whether it has no process yet: a warm start waits until its modules are imported."""
     state: Annotated[str, StringConstraints(max_length=1)] = ""
     """State of its process as in /proc/PID/stat: R runs, S sleeps, D waits for a device or a file
-    system, T was stopped by a signal. Empty if it has ended."""
+    system, T was stopped by a signal. Empty without a process."""
     wchan: Short = ""
     """Function of the kernel in which its main thread waits; empty if it is not known."""
     kernel: list[Short] = Field(default_factory=list, max_length=32)
@@ -91,6 +93,11 @@ class WorkerSnapshot(Wire):
     """Whether ``collectives`` could be read. If not, nothing is known of them."""
     remarks: list[Short] = Field(default_factory=list, max_length=8)
     """What could not be read, and why."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether it had a process, which has ended."""
+        return not self.pid and not self.starting
 
 
 class NodeSnapshot(Wire):

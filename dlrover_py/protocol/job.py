@@ -55,9 +55,8 @@ from dlrover_py.protocol.template import (
 )
 from dlrover_py.protocol.words import counted
 
-JobName = Annotated[
-    str, StringConstraints(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$", min_length=1, max_length=37)
-]
+_JOB_NAME = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
+JobName = Annotated[str, StringConstraints(pattern=_JOB_NAME, min_length=1, max_length=37)]
 """The name of a job. It is the prefix of its Pods' names."""
 Text = Annotated[str, StringConstraints(max_length=253)]
 """A text as long as the name of an object at most."""
@@ -375,6 +374,19 @@ class ReplicaSpec(Role):
         part = "command" if container.get("command") else "args"
         part = "env" if found.startswith(ENV_STANDALONE) else part
         return f"{where}.{part}: {found}" if found else ""
+
+    def restart_remarks(self) -> str:
+        """Return what a ``restartPolicy`` of ``Never`` does not do; empty if it is not written.
+
+        It is also empty if the spec sets ``restartCount``, which decides.
+        """
+        never = (self.restart_policy or "").lower() == "never"
+        if not never or "restart_count" in self.model_fields_set:
+            return ""
+        return (
+            "spec.replicaSpecs.worker.restartPolicy: found Never, but restartCount decides and is "
+            f"{self.restart_count} if it is not set; write restartCount: 0 for no restarts"
+        )
 
     @property
     def template_hash(self) -> str:
@@ -1332,6 +1344,8 @@ def _line(detail: ErrorDetails, prefix: str, model: type[BaseModel] | None) -> s
     for part in detail["loc"]:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
     expected = _KINDS.get(detail["type"], detail["msg"])
+    if detail.get("ctx", {}).get("pattern") == _JOB_NAME:
+        expected = "expected lower-case letters, digits and -, a letter first, and no - at the end"
     if detail["type"] == "extra_forbidden":
         name = str(detail["loc"][-1])
         advice = ELSEWHERE.get(path) or did_you_mean(name, _known(model, detail["loc"][:-1]))

@@ -345,6 +345,8 @@ class JobConditions:
             )
         inert = facts.job.without_effect() if facts.job is not None else []
         no_effect = f"{', '.join(inert)}: {INERT}" if inert else ""
+        restarts = facts.job.worker.restart_remarks() if facts.job is not None else ""
+        no_effect = f"{no_effect}\n{restarts}".strip()
         alone = facts.job.worker.command_remarks() if facts.job is not None else ""
         if alone:
             message = f"{alone}\n{no_effect}".rstrip()

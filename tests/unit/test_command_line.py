@@ -46,6 +46,22 @@ def test_a_number_outside_its_bounds_is_refused(
     assert "is not in the range" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("job scale 3 digits", "found 'digits', expected no further word"),
+        ("job scale digits 3", "found 'digits', expected a number of nodes"),
+        ("node kill n0 digits", "found 'digits', expected no further word"),
+        ("node add digits", "found 'digits', expected no further word"),
+    ],
+)
+def test_the_name_of_a_job_in_the_place_of_another_word_is_led_to_its_flag(
+    words: str, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words.split()) == 2
+    assert f"{said}; a job's name follows --job" in capfd.readouterr().err
+
+
 NAMED = [
     *(f"job {verb} NOSUCH" for verb in (
         "checkpoint", "describe", "events", "evidence", "get", "goodput", "logs", "report",

@@ -113,6 +113,13 @@ def test_forms_of_the_last_line(line: str, message: str) -> None:
     assert death(error_file=recorded_raw(trace)).message == message
 
 
+def test_an_exception_without_a_text_is_quoted_without_a_colon() -> None:
+    trace = 'Traceback (most recent call last):\n  File "t.py", line 1, in f\nKeyboardInterrupt\n'
+    cause = death(error_file=recorded_raw(trace)).cause
+    assert cause is not None
+    assert cause.evidence == "KeyboardInterrupt"
+
+
 def recorded_raw(trace: str) -> str:
     return json.dumps({"message": {"message": "x", "extraInfo": {"py_callstack": trace}}})
 

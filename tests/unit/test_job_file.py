@@ -73,7 +73,7 @@ def test_a_good_file_is_read_with_its_defaults() -> None:
         ("spec.suspend", "perhaps", ["spec.suspend", "text 'perhaps'", "boolean"]),
         ("spec.distributionStrategy", "X", ["spec.distributionStrategy", "AllreduceStrategy"]),
         ("spec.checkpoint", {"bandwidth": 100}, ["spec.checkpoint.bandwidth", "1000000"]),
-        ("metadata.name", "Bad_Name", ["metadata.name", "text 'Bad_Name'", "pattern"]),
+        ("metadata.name", "Bad_Name", ["metadata.name", "text 'Bad_Name'", "lower-case"]),
         ("metadata.name", "x" * 38, ["metadata.name", "37"]),
         ("kind", "Job", ["kind: found Job", "expected ElasticJob", "kubectl apply"]),
         ("kind", "PyTorchJob", ["kind: found PyTorchJob", "docs/migrating-from-pytorchjob.md"]),
@@ -460,6 +460,35 @@ def test_standalone_in_the_environment_is_remarked_at_its_place() -> None:
     job = ElasticJob.parse(job_file(2, template={"spec": {"containers": [main]}}))
     where = "spec.replicaSpecs.worker.template.spec.containers[0].env: PET_STANDALONE is given"
     assert job.worker.command_remarks().startswith(where)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"restartPolicy": "Never"}, True),
+        ({"restartPolicy": "never"}, True),
+        ({"restartPolicy": "Never", "restartCount": 3}, False),
+        ({"restartPolicy": "OnFailure"}, False),
+        ({}, False),
+    ],
+)
+def test_a_policy_that_asks_for_no_restarts_is_told_what_does(
+    fields: dict[str, object], told: bool
+) -> None:
+    text = ElasticJob.parse(job_file(2, **fields)).worker.restart_remarks()
+    assert ("restartCount decides and is 3 if it is not set" in text) == told
+
+
+def test_a_name_that_cannot_be_one_is_told_the_form_in_words() -> None:
+    with pytest.raises(ConfigError, match="found text 'My_Job': expected lower-case letters"):
+        ElasticJob.parse(job_file() | {"metadata": {"name": "My_Job"}})
+
+
+def test_a_script_in_the_place_of_a_job_file_is_told_its_command(tmp_path: Path) -> None:
+    script = tmp_path / "train it.py"
+    script.write_text('"""Train."""\nimport sys\n')
+    with pytest.raises(ConfigError, match=r"found a script: elastic-run '.+train it\.py' runs it"):
+        jobfile.load(script)
 
 
 def test_dlrovers_scale_plans_have_a_counterpart() -> None:

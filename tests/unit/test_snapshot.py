@@ -6,6 +6,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,12 @@ def order(number: int) -> Assignment:
     )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Looked:
+    process: ProcessId | None
+    not_started: bool = False
+
+
 def test_the_names_of_the_probe_are_those_of_the_protocol() -> None:
     found = (probe.SOCKET, probe.LOCAL_RANK, probe.ROUND)
     assert found == (names.ENV_PROBE_SOCKET, names.ENV_LOCAL_RANK, names.ENV_ROUND)
@@ -64,7 +71,8 @@ def test_the_names_of_the_probe_are_those_of_the_protocol() -> None:
 async def test_a_worker_that_hangs_is_described_by_its_probe(path: Path) -> None:
     """The worker is this process, whose main thread waits in the event loop."""
     master = Master(failures=1)
-    taker = SnapshotTaker(path, "boot-0001", master, lambda: [OWN, None])
+    workers = [Looked(OWN), Looked(None), Looked(None, not_started=True)]
+    taker = SnapshotTaker(path, "boot-0001", master, lambda: workers)
     taker.probes.new_round(3)
     record = {"group": "0", "seq": 7, "op": "all_reduce", "open": True}
     environ = {probe.SOCKET: str(path), probe.LOCAL_RANK: "0", probe.ROUND: "3"}
@@ -76,13 +84,14 @@ async def test_a_worker_that_hangs_is_described_by_its_probe(path: Path) -> None
     await asyncio.wait_for(master.arrived.wait(), 30)
     (snapshot,) = master.taken
     assert (snapshot.number, snapshot.round) == (5, 3)
-    alive, ended = snapshot.workers
+    alive, ended, starting = snapshot.workers
     assert (alive.rank, alive.pid, alive.state != "") == (4, os.getpid(), True)
     functions = {frame.function.rpartition(".")[2] for frame in alive.stack}
     # A coroutine that is suspended while its stack is read has no caller any more.
     assert functions & {"run_until_complete", "ask"}
     assert alive.recorded
-    assert (ended.rank, ended.pid, ended.state) == (5, 0, "")
+    assert (ended.rank, ended.pid, ended.state, ended.ended) == (5, 0, "", True)
+    assert (starting.rank, starting.starting, starting.ended) == (6, True, False)
     await taker.close()
 
 

@@ -107,6 +107,13 @@ def test_a_worker_that_has_ended_keeps_the_others_waiting() -> None:
     assert found.message.endswith("it has ended")
 
 
+def test_a_worker_without_a_process_yet_has_not_ended() -> None:
+    starting = WorkerSnapshot(rank=1, local_rank=0, starting=True, recorded=True)
+    found = verdict(worker(0, "4*"), starting)
+    assert found.kind is HangKind.NOT_ENTERED
+    assert folded([starting]) == ["rank 1: has not started yet"]
+
+
 def test_different_collectives_of_one_number_are_a_mismatch_of_the_few() -> None:
     found = verdict(worker(0, "4*"), worker(1, "4*!"), worker(2, "4*"))
     assert (found.kind, found.ranks, found.sure) == (HangKind.MISMATCH, [1], True)

@@ -317,7 +317,7 @@ def classify(facts: DeathFacts) -> FailureCause:
         return _cause(failure_class, confidence if certain else GUESS, evidence, advice)
     words = facts.last_words.strip().rpartition("\n")[2]
     evidence = f"exit code {facts.exit_code}, without a traceback" + (f": {words}" if words else "")
-    advice = "Read its last lines (dlrover job logs). A script should end with an exception."
+    advice = "Read the last lines of its output. A script should end with an exception."
     return _cause(FailureClass.UNKNOWN, GUESS, evidence, advice)
 
 

@@ -229,7 +229,7 @@ def describe(
             else f"raised {error_type[:_MAX_TEXT]}"
         )
         fingerprint = f"{error_type}|{_VARYING.sub('#', text)[:200]}|{where}"
-        raised_text = f"{error_type[:_MAX_TEXT]}: {text}"
+        raised_text = message.removeprefix("raised ")
         if not from_file and error_type.startswith("torch.distributed."):
             # NCCL gives its reason in the lines that follow.
             follows = _plain(stderr).rpartition(trace)[2].splitlines()[:_FOLLOWING]

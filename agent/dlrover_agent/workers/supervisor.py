@@ -20,7 +20,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from dlrover_agent.child_processes import ChildRegistry
@@ -160,9 +160,9 @@ class WorkerSupervisor:
         return [0 if w.ended else w.pid for w in self._workers]
 
     @property
-    def processes(self) -> list[ProcessId | None]:
-        """Processes by local rank; None for a worker that has ended or has no process yet."""
-        return [None if w.ended else w.session for w in self._workers]
+    def workers(self) -> Sequence[Worker]:
+        """The workers of the round, by local rank."""
+        return self._workers
 
     @property
     def unreaped(self) -> set[int]:

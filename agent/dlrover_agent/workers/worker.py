@@ -71,6 +71,16 @@ class Worker:
     """Whether the end was reported, with its cause."""
 
     @property
+    def process(self) -> ProcessId | None:
+        """Its process; None if it has ended, or has no process yet."""
+        return None if self.ended else self.session
+
+    @property
+    def not_started(self) -> bool:
+        """Whether it has no process yet."""
+        return self.session is None and not self.ended
+
+    @property
     def watched(self) -> bool:
         """Whether the process was started, and its end is or was observed."""
         return self.pidfd >= 0

@@ -69,8 +69,10 @@ def doing(worker: WorkerSnapshot) -> tuple[str, Cause]:
 
     The sentence begins with ``it`` or with the name of a rank.
     """
-    if not worker.pid:
+    if worker.ended:
         return "has ended", Cause.PROCESS
+    if worker.starting:
+        return "has not started yet", Cause.PROCESS
     if worker.state in ("T", "t"):
         return "is frozen: a signal has stopped its process (SIGSTOP)", Cause.PROCESS
     stack = worker.stack

@@ -69,7 +69,7 @@ def judge(workers: Sequence[WorkerSnapshot], known: Standstill) -> HangVerdict |
         return _mismatch(mixed, by_rank, known)
     behind = sorted({rank for group in groups for rank in group.behind if rank in by_rank})
     guilty = [rank for rank in behind if rank not in waiting]
-    ended = [rank for rank in guilty if not by_rank[rank].pid]
+    ended = [rank for rank in guilty if by_rank[rank].ended]
     if ended:
         return _verdict(HangKind.ENDED, ended, by_rank, known, _in_group(ended, groups))
     if guilty:
