@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dlrover_agent import console
+from dlrover_agent import compiled_code, console
 from dlrover_agent.channels.master_client import MasterClient, http_client
 from dlrover_agent.channels.reserved_port import RoundPorts
 from dlrover_agent.channels.sdk_socket import SdkServer
@@ -668,6 +668,8 @@ async def run_agent(
     # There may be children already, for example of a shell that has replaced itself by this
     # process with exec.
     registry = ChildRegistry(child.pid for child in children(os.getpid()))
+    compiled = await compiled_code.environment(command)
+    command = replace(command, environ={**command.environ, **compiled})
     agent = Agent(settings, command, token=token, max_restarts=max_restarts, children=registry)
     run = asyncio.create_task(agent.run())
     tasks: list[asyncio.Task[Any]] = [run]

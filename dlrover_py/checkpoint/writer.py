@@ -18,7 +18,7 @@ Once the commit is granted, the coordinator writes the manifest
 (:mod:`dlrover_py.checkpoint.directory`). All bytes are hashed while they are written and compared
 with the digests of the staged bytes. Bytes that differ never become part of a checkpoint.
 
-The files follow torch/distributed/checkpoint/filesystem.py of torch 2.6 to 2.13.
+The files follow torch/distributed/checkpoint/filesystem.py of torch 2.6 to 2.15.
 """
 
 import contextlib

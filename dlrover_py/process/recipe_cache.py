@@ -86,6 +86,22 @@ class KeptRecipe:
         raise ValueError("expected a recipe of version 1")
 
 
+def cache_folder(environ: Mapping[str, str]) -> Path | None:
+    """Return the folder of all caches that an environment names; None if there is none.
+
+    Without ``DLROVER_CACHE_DIR``, it is below ``XDG_CACHE_HOME`` or the user's home folder.
+    """
+    given = environ.get(ENV_CACHE_DIR)
+    if given == "none":
+        return None
+    if given:
+        return Path(given)
+    base = environ.get("XDG_CACHE_HOME")
+    if not base and (home := environ.get("HOME")):
+        base = f"{home}/.cache"
+    return Path(base) / "dlrover-py" if base else None
+
+
 def _is_state(value: object) -> bool:
     return isinstance(value, list) and [type(x) for x in value] == [int, int]
 
@@ -113,19 +129,9 @@ class RecipeCache:
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Self | None:
-        """Return the cache that an environment names; None if there is none.
-
-        Without ``DLROVER_CACHE_DIR``, it is below ``XDG_CACHE_HOME`` or the user's home folder.
-        """
-        given = environ.get(ENV_CACHE_DIR)
-        if given == "none":
-            return None
-        if given:
-            return cls(Path(given) / "recipes")
-        base = environ.get("XDG_CACHE_HOME")
-        if not base and (home := environ.get("HOME")):
-            base = f"{home}/.cache"
-        return cls(Path(base) / "dlrover-py" / "recipes") if base else None
+        """Return the cache that an environment names; None if there is none."""
+        base = cache_folder(environ)
+        return None if base is None else cls(base / "recipes")
 
     def load(self, key: str) -> KeptRecipe | None:
         """Return a recipe; None if there is none, or its file is damaged or of another version.

@@ -1,8 +1,8 @@
 """Everything that the trainer uses of torch beyond torch's documented interface.
 
 No other module of the trainer touches a private name of torch: a test refuses it. A new version of
-torch is therefore reviewed and tried here. Each name below has been run with **torch 2.13.0**; no
-other version has been run yet.
+torch is therefore reviewed and tried here. Each name below has been run with **torch 2.13.0**, and
+each that needs no GPU with **torch 2.15.0**, too. It has those of GPUs, but they have not been run.
 
 =========================================== =======================================================
 name or behavior of torch                   what it is used for
