@@ -541,6 +541,7 @@ class Agent:
             phase=core.phase,
             nproc=core.nproc,
             role=self._command.role,
+            topology=self._settings.topology,
             pids=self._workers.pids,
             agent_pid=os.getpid(),
             offer=self._ports.offer,

@@ -62,6 +62,13 @@ Counted = Annotated[int, Field(ge=0, le=2**48)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 """A TCP port; 0: there is none."""
 
+MAX_LEVELS = 8
+"""The largest number of levels of a topology."""
+DomainName = Annotated[
+    str, StringConstraints(pattern=r"^[A-Za-z0-9]([-A-Za-z0-9._]*[A-Za-z0-9])?$", max_length=63)
+]
+"""The name of a topology domain at one level, in the form of the value of a label."""
+
 BootId = Annotated[str, StringConstraints(min_length=8, max_length=64)]
 """Random text that an agent process draws once."""
 DatasetName = Annotated[
@@ -507,6 +514,9 @@ class AgentReport(Wire):
     """The number of its workers."""
     role: Line = "default"
     """The role of its workers: workers of one role are also counted separately."""
+    topology: Annotated[tuple[DomainName, ...], Field(max_length=MAX_LEVELS)] = ()
+    """The topology domain of the node, from the widest level to the narrowest, as its environment
+    says it; empty if it does not."""
     pids: list[Count] = Field(default_factory=list, max_length=1024)
     """Process ids of the workers by local rank; 0 for a worker that has ended."""
     agent_pid: Count = 0

@@ -168,7 +168,7 @@ class Admission:
         for group in groups:
             reported = [(n, n.report) for n in map(self.live.nodes.__getitem__, group) if n.report]
             candidates = [
-                CandidateNode(n.id, n.incarnation, r.nproc, n.topology) for n, r in reported
+                CandidateNode(n.id, n.incarnation, r.nproc, n.place) for n, r in reported
             ]
             members = arrange(candidates, len(candidates))
             offer = next(r.offer for n, r in reported if n.id == members[0].node)
