@@ -410,7 +410,7 @@ class Bench:
         # State of the checks.
         self._lives: dict[NodeId, _Life] = defaultdict(_Life)
         self._worlds: dict[int, tuple[Any, ...]] = {}
-        self._domains: dict[str, tuple[str, ...]] = {}
+        self._domains: dict[NodeId, tuple[str, ...]] = {}
         """For each member of the last round: the domain that was known when it was formed."""
         self._offers: set[tuple[str, int]] = set()
         self._check_offers: set[tuple[str, int]] = set()

@@ -87,9 +87,10 @@ class Settings:
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Self:
         """Read the settings from an environment, by default that of this process.
 
-        Only numbers and the topology are checked here; see :meth:`check` for the rest. The token file is not read. A
-        missing or empty variable gives the default, and so does a time to connect of 0. But an
-        empty POD_IP is kept, and refused later: no other node would reach the default.
+        Only numbers and the topology are checked here; see :meth:`check` for the rest. The token
+        file is not read. A missing or empty variable gives the default, and so does a time to
+        connect of 0. But an empty POD_IP is kept, and refused later: no other node would reach the
+        default.
 
         Raises:
             ConfigError: The lifeline's descriptor or the time to connect is not a number from 0, or
@@ -284,8 +285,8 @@ def _topology(text: str) -> tuple[str, ...]:
     levels = tuple(text.split("/")) if text else ()
     if len(levels) > _MAX_LEVELS or not all(map(_DOMAIN.fullmatch, levels)):
         raise ConfigError(
-            f"{names.ENV_TOPOLOGY} is {text[:60]!r}: expected up to {_MAX_LEVELS} names of letters, "
-            "digits, -, _ and ., from the widest level to the narrowest, such as zone-a/rack-3"
+            f"{names.ENV_TOPOLOGY} is {text[:60]!r}: expected up to {_MAX_LEVELS} names of "
+            "letters, digits, -, _ and ., the widest level first, such as zone-a/rack-3"
         )
     return levels
 

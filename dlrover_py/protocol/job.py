@@ -622,14 +622,12 @@ class TuningSpec(_Strict):
 DEFAULT_LABELS: Final = ("topology.kubernetes.io/zone", "nvidia.com/gpu.clique")
 """Labels of the zone of a host and of its NVLink domain. Those of blocks and racks differ among
 providers."""
-HostLabel = Annotated[
-    str,
-    StringConstraints(
-        pattern=r"^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?"
-        r"[A-Za-z0-9]([-A-Za-z0-9._]{0,61}[A-Za-z0-9])?$"
-    ),
-]
-"""The name of a label of hosts, such as ``topology.kubernetes.io/zone``."""
+HOST_LABEL: Final = (
+    r"^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9._]{0,61}[A-Za-z0-9])?$"
+)
+"""Pattern of the name of a label, such as ``topology.kubernetes.io/zone``."""
+HostLabel = Annotated[str, StringConstraints(pattern=HOST_LABEL)]
+"""The name of a label of hosts."""
 
 
 class TopologySpec(_Strict):

@@ -88,7 +88,7 @@ def test_the_choice_of_who_stays_against_all_choices(nodes: list[Domain], count:
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.data())
 def test_the_choice_among_domains_of_many_sizes(sizes: list[int], data: st.DataObject) -> None:
-    nodes = [(str(i),) for i, size in enumerate(sizes) for _ in range(size)]
+    nodes: list[Domain] = [(str(i),) for i, size in enumerate(sizes) for _ in range(size)]
     count = data.draw(st.integers(1, len(nodes)))
     in_use, in_part = used(nodes, set(kept(nodes, count)), 0)
     some = [c for n in range(1, len(sizes) + 1) for c in combinations(sizes, n) if sum(c) >= count]

@@ -342,8 +342,8 @@ def place_for(placements: Sequence[PodPlace], taken: Mapping[str, int]) -> PodPl
 def misplaced(placements: Sequence[PodPlace], table: Iterable[PodView]) -> list[PodView]:
     """Return the Pods to end because their places have fewer nodes now, those of high number first.
 
-    Of each place, whole topology domains are given up first. Nothing is returned while all Pods are in one place that is still there: then any of them may
-    end, and the round decides which.
+    Of each place, whole topology domains are given up first. Nothing is returned while all Pods are
+    in one place that is still there: then any of them may end, and the round decides which.
 
     Args:
         placements: The places that the job has.
