@@ -124,7 +124,9 @@ def test_lines_are_counted_within_their_time(
         found.saw(3, "all is well", float(at))
     now = max([now, *times])
     met = [
-        last for first, last in zip(times, times[count - 1 :], strict=False) if last - first <= within
+        last
+        for first, last in zip(times, times[count - 1 :], strict=False)
+        if last - first <= within
     ]
     applies = bool(met) and now - met[-1] <= within
     finding = found.finding(float(now))

@@ -1,14 +1,25 @@
 """Nodes that are near each other get neighbouring ranks, and whole domains are given up first."""
 
 from itertools import combinations, groupby
+from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from dlrover_agent.settings import Settings
+from dlrover_operator.host_labels import LabelledPod, missing
+from dlrover_operator.settings import Settings as OperatorSettings
+from dlrover_py.master.core.nodes import Node
 from dlrover_py.master.core.rendezvous import CandidateNode, arrange
 from dlrover_py.master.core.topology import Domain, grouped, in_words, kept
-from dlrover_py.protocol.names import NodeId
+from dlrover_py.master.platform.kubernetes.pods import misplaced, view
+from dlrover_py.protocol.agents import MAX_LEVELS, AgentReport, Offer
+from dlrover_py.protocol.autoscale import PodPlace
+from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.protocol.names import LABEL_PLACEMENT, NodeId
+from tests.builders import Bench, elastic_job, job_file, running
 
 names = st.sampled_from(["", "a", "b", "c"])
 domains = st.lists(names, max_size=3).map(tuple)
@@ -149,3 +160,115 @@ def test_ranks_and_racks(old: str, now: str, size: int, new: str) -> None:
 def test_how_a_domain_is_written() -> None:
     assert in_words(("zone-a", "", "clique-3", "")) == "zone-a/-/clique-3"
     assert in_words(("", "")) == in_words(()) == ""
+
+
+# --- In a job ---
+
+
+def test_what_becomes_known_during_a_round_counts_from_the_next_one() -> None:
+    bench = running(elastic_job(4, 2))
+    before = bench.members
+    assert before == ["n0", "n1", "n2", "n3"]
+    bench.racks = 2
+    bench.relist()
+    bench.settle()
+    assert (bench.job.state.round, bench.members) == (1, before), "nothing restarts for its sake"
+    bench.kill(NodeId("n3"))
+    bench.settle()
+    assert bench.members == ["n0", "n2", "n4", "n1"]
+    shown = {n.id: n.domain for n in bench.job.status(0.0, 0.0).nodes}
+    assert shown["n1"] == "zone/rack-1"
+
+
+def test_standbys_outside_of_the_domains_of_the_round_go_first() -> None:
+    bench = Bench(elastic_job(2, standby=3))
+    bench.racks = 4
+    bench.step()
+    bench.settle()
+    bench.settle()
+    assert bench.members == ["n0", "n1"]
+    changed = elastic_job(2, standby=1)
+    metadata = changed.metadata.model_copy(update={"generation": 2})
+    bench.change(changed.model_copy(update={"metadata": metadata}))
+    bench.pass_time(10)
+    bench.settle()
+    left = [n.id for n in bench.job.live.nodes if n.alive and not n.leaving]
+    assert sorted(left) == ["n0", "n1", "n4"], "n4 is in the rack of n0"
+
+
+def test_the_domain_that_an_agent_says_takes_precedence() -> None:
+    node = Node(NodeId("n7"), topology=("zone", "host"))
+    assert (node.domain, node.place) == (("zone",), ("zone", "host"))
+    offer = Offer(addr="10.0.0.1", port=2000)
+    node.report = AgentReport(boot_id="b" * 8, seq=1, offer=offer, topology=("z", "r"))
+    assert (node.domain, node.place) == (("z", "r"), ("z", "r", "host"))
+    node.topology = ()
+    assert (node.domain, node.place, node.host) == (("z", "r"), ("z", "r", "n7"), "")
+
+
+# --- Names and labels ---
+
+
+@pytest.mark.parametrize("text", ["zone a", "a//b", "/a", "a/", "-a", "a" * 64, "/".join("a" * 9)])
+def test_other_words_than_names_of_domains(text: str) -> None:
+    with pytest.raises(ConfigError, match="DLROVER_TOPOLOGY is"):
+        Settings.from_environment({"DLROVER_TOPOLOGY": text})
+
+
+def test_the_variable_and_the_report_agree() -> None:
+    longest = "/".join(["a" * 63] * MAX_LEVELS)
+    said = Settings.from_environment({"DLROVER_TOPOLOGY": longest}).topology
+    offer = Offer(addr="10.0.0.1", port=2000)
+    assert AgentReport(boot_id="b" * 8, seq=1, offer=offer, topology=said).topology == said
+    assert Settings.from_environment({}).topology == ()
+
+
+def test_of_the_pods_of_one_flavor_a_rack_goes_first() -> None:
+    def pod(number: int, rack: str, place: str = "spot") -> dict[str, Any]:
+        labels = {LABEL_PLACEMENT: place, "rack": rack}
+        return {"metadata": {"name": f"x-n{number}", "labels": labels}, "spec": {}}
+
+    racks = enumerate(["l", "l", "r", "r", "r"])
+    table = [view(pod(n, rack), ["rack"]) for n, rack in racks]
+    table.append(view(pod(5, "l", "stable"), ["rack"]))
+
+    def leave(spot: int) -> list[str]:
+        places = [PodPlace(name="spot", nodes=spot), PodPlace(name="stable", nodes=1)]
+        return [seen.name for seen in misplaced(places, table)]
+
+    assert leave(3) == ["x-n1", "x-n0"]
+    assert leave(2) == ["x-n4", "x-n3", "x-n2"]
+    assert leave(0) == ["x-n4", "x-n3", "x-n2", "x-n1", "x-n0"]
+    assert leave(6) == []
+
+
+def job_with(topology: object) -> ElasticJob:
+    document = job_file()
+    document["spec"]["topology"] = topology
+    return ElasticJob.parse(document)
+
+
+def test_the_labels_of_a_job() -> None:
+    default = ("topology.kubernetes.io/zone", "nvidia.com/gpu.clique")
+    assert elastic_job().topology_labels == job_with({}).topology_labels == default
+    assert job_with({"labels": ["a.b/c", "rack"]}).topology_labels == ("a.b/c", "rack")
+    assert job_with({"labels": []}).topology_labels == ()
+    with pytest.raises(ConfigError, match=r"spec\.topology\.labels"):
+        job_with({"labels": ["no label"]})
+
+
+@pytest.mark.parametrize("label", ["rack", "elasticjob.dlrover/name", "a.b/", "a.b/c d"])
+def test_labels_that_the_operator_does_not_copy(label: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        OperatorSettings.parse(["--master-image=m", f"--host-label={label}"])
+    assert "expected a label of hosts with a prefix" in capsys.readouterr().err
+
+
+def test_labels_that_the_operator_copies() -> None:
+    twice = ["--host-label=a.b/c", "--host-label=a.b/d", "--host-label=a.b/c"]
+    assert OperatorSettings.parse(["--master-image=m", *twice]).host_labels == ("a.b/c", "a.b/d")
+    pod = {"metadata": {"uid": "u", "labels": {"a.b/c": "1", "x/y": "2"}}, "status": {}}
+    assert LabelledPod.of(pod, ("a.b/c",)) == ("u", "", {"a.b/c": "1"}), "it belongs to no job"
+    seen = LabelledPod("u", "h", {"a.b/c": "1", "a.b/d": "2"})
+    assert missing(seen, {"h": {"a.b/c": "1", "a.b/d": "3"}}) == {"a.b/d": "3"}
+    assert missing(seen, {"h": {"a.b/c": "1"}}) == missing(seen, {}) == {}
