@@ -205,12 +205,15 @@ class WorkerFailure(StatusMessage):
 
 
 class Offer(Wire):
-    """An address for rank 0, which an agent has reserved in case its node becomes the first."""
+    """What a node offers to the next round: a place, and an address in case it gets rank 0."""
 
     addr: Annotated[str, StringConstraints(min_length=1, max_length=253)]
     """The host name or IP address."""
     port: Annotated[int, Field(ge=1, le=65535)]
     """The port that is reserved."""
+    topology: Annotated[tuple[DomainName, ...], Field(max_length=MAX_LEVELS)] = ()
+    """The topology domain of the node, from the widest level to the narrowest, as its environment
+    says it; empty if it does not."""
 
 
 Spent = Annotated[
@@ -514,9 +517,6 @@ class AgentReport(Wire):
     """The number of its workers."""
     role: Line = "default"
     """The role of its workers: workers of one role are also counted separately."""
-    topology: Annotated[tuple[DomainName, ...], Field(max_length=MAX_LEVELS)] = ()
-    """The topology domain of the node, from the widest level to the narrowest, as its environment
-    says it; empty if it does not."""
     pids: list[Count] = Field(default_factory=list, max_length=1024)
     """Process ids of the workers by local rank; 0 for a worker that has ended."""
     agent_pid: Count = 0

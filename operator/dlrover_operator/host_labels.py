@@ -22,6 +22,8 @@ log = logging.getLogger("operator")
 
 RETRY = Backoff(first_s=1.0, most_s=60.0, jitter=0.3)
 """First and longest delay in seconds before a retry after a failed write."""
+AFTER_S = 0.5
+"""Seconds after a change until labels are copied, with all changes in between."""
 MOST_REFUSED = 100
 """Number of refused writes after which the others wait for the retry."""
 
@@ -58,26 +60,25 @@ class HostLabels:
         api: KubeClient,
         labels: tuple[str, ...],
         scopes: tuple[str, ...],
-        *,
         failed: Callable[[Kind], None],
-        after_s: float,
     ) -> None:
         """Observe nothing yet; :meth:`follow` begins.
 
         Args:
             api: client of the API server.
-            labels: the labels to copy.
+            labels: the labels to copy; without any, nothing is observed.
             scopes: namespaces of the jobs; an empty name for all of them.
             failed: called with the kind of objects at each failure of a watch.
-            after_s: seconds after a change until labels are copied, with all changes in between.
         """
-        self._api, self._labels, self._scopes, self._after_s = api, labels, scopes, after_s
+        self._api, self._labels, self._scopes = api, labels, scopes
         self._changed = asyncio.Event()
         self._views = Views(api, changed=self._changed.set, failed=failed)
 
     async def follow(self) -> None:
         """Copy until the task is canceled. Errors of the server do not end it."""
         labels = self._labels
+        if not labels:
+            return
         async with asyncio.TaskGroup() as tasks:
             for scope in self._scopes:
                 tasks.create_task(
@@ -96,7 +97,7 @@ class HostLabels:
         failures = 0
         while True:
             await self._changed.wait()
-            await asyncio.sleep(RETRY.delay_s(failures - 1) if failures else self._after_s)
+            await asyncio.sleep(RETRY.delay_s(failures - 1) if failures else AFTER_S)
             self._changed.clear()
             hosts = {name: labels for (_, name), labels in self._views.items(NODES)}
             refused: list[KubeError] = []

@@ -217,16 +217,7 @@ class Operator:
             self._queues = Queues(api, self._scopes, **parts)
         if features.gangs:
             self._gangs = Gangs(api, self._scopes, **parts | {"changed": self._plan_all})
-        self._host_labels: HostLabels | None = None
-        """Copies labels of hosts to Pods; None if none are copied."""
-        if features.host_labels:
-            self._host_labels = HostLabels(
-                api,
-                features.host_labels,
-                self._scopes,
-                failed=self._metrics.note_failure,
-                after_s=self._timing.labels_after_s,
-            )
+        self._host_labels = HostLabels(api, features.host_labels, self._scopes, parts["failed"])
 
     # --- Start and health ---
 

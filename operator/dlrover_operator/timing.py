@@ -27,8 +27,6 @@ class OperatorTiming:
     """Time after a change until nodes are allotted again, with all changes in between."""
     hosts_after_s: float = 10.0
     """Time after a change until it is decided again which hosts are bad."""
-    labels_after_s: float = 0.5
-    """Time after a change until labels of hosts are copied, with all changes in between."""
     api_server_start_s: float = API_SERVER_START_S
     """Time for which a missing permission may be caused by the start of the API server."""
 

@@ -6,15 +6,14 @@ from collections.abc import Iterator
 import pytest
 
 from dlrover_operator.loop import Features
-from dlrover_operator.timing import OperatorTiming
 from dlrover_py.kubernetes.kinds import ELASTICJOBS, NODES, PODS, Obj
 from dlrover_py.master.core.events import NodeSeen
 from dlrover_py.master.platform.kubernetes.pods import fact, view
 from dlrover_py.protocol import names
 from dlrover_py.protocol.names import NodeId
 from tests.process import test_operator
-from tests.process.harness import Place, job, members
-from tests.process.test_dropin import Group
+from tests.process.harness import Place, eventually, job, members
+from tests.process.test_dropin import Group, listens
 from tests.process.test_operator import OPTIONS, Bed, OpenOperator, until
 from tests.programs import PROGRAMS
 
@@ -36,7 +35,9 @@ def test_bare_machines_say_their_racks(group: Group) -> None:
     common = ["--nnodes=2:4", "--node-unit=2", "--rdzv-backend=c10d", "--rdzv-id=x"]
     common += [f"--rdzv-endpoint=localhost:{group.port}", "--max-restarts=1", script]
     racks = ("rack-9", "rack-1", "rack-9", "rack-1")  # the first one has the master
-    nodes = [group.start(*common, DLROVER_TOPOLOGY=f"zone-a/{rack}") for rack in racks]
+    nodes = [group.start(*common, DLROVER_TOPOLOGY=f"zone-a/{racks[0]}")]
+    eventually(lambda: listens(group.port), "the master")
+    nodes += [group.start(*common, DLROVER_TOPOLOGY=f"zone-a/{rack}") for rack in racks[1:]]
     ranks = [int(group.said(node, r"place (\d) of 4")[1]) for node in nodes]
     assert {ranks[0], ranks[2]} == {2, 3}
     assert {ranks[1], ranks[3]} == {0, 1}
@@ -103,9 +104,7 @@ async def test_labels_of_hosts_reach_the_master_by_its_pods(bed: Bed) -> None:
     cluster.put(PODS, pod("x-n1", uid, "h2"))
     cluster.put(PODS, pod("foreign", uid, "h1") | {"metadata": {"name": "foreign"}})
     features = Features(host_labels=(ZONE, RACK))
-    operator = OpenOperator(
-        kube, OPTIONS, features=features, timing=OperatorTiming(labels_after_s=0.02)
-    )
+    operator = OpenOperator(kube, OPTIONS, features=features)
     running = asyncio.create_task(operator.run())
     try:
         await until(lambda: topology("x-n0") == ("", "r1", "h1"), "a label")

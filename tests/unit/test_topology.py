@@ -199,8 +199,8 @@ def test_standbys_outside_of_the_domains_of_the_round_go_first() -> None:
 def test_the_domain_that_an_agent_says_takes_precedence() -> None:
     node = Node(NodeId("n7"), topology=("zone", "host"))
     assert (node.domain, node.place) == (("zone",), ("zone", "host"))
-    offer = Offer(addr="10.0.0.1", port=2000)
-    node.report = AgentReport(boot_id="b" * 8, seq=1, offer=offer, topology=("z", "r"))
+    offer = Offer(addr="10.0.0.1", port=2000, topology=("z", "r"))
+    node.report = AgentReport(boot_id="b" * 8, seq=1, offer=offer)
     assert (node.domain, node.place) == (("z", "r"), ("z", "r", "host"))
     node.topology = ()
     assert (node.domain, node.place, node.host) == (("z", "r"), ("z", "r", "n7"), "")
@@ -218,8 +218,7 @@ def test_other_words_than_names_of_domains(text: str) -> None:
 def test_the_variable_and_the_report_agree() -> None:
     longest = "/".join(["a" * 63] * MAX_LEVELS)
     said = Settings.from_environment({"DLROVER_TOPOLOGY": longest}).topology
-    offer = Offer(addr="10.0.0.1", port=2000)
-    assert AgentReport(boot_id="b" * 8, seq=1, offer=offer, topology=said).topology == said
+    assert Offer(addr="10.0.0.1", port=2000, topology=said).topology == said
     assert Settings.from_environment({}).topology == ()
 
 

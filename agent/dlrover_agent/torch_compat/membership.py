@@ -407,10 +407,11 @@ class Membership:
                 have_version=self._assignment_version[1],
                 follows=self._follows,
                 phase=self._phase,
-                topology=self._settings.topology,
                 nproc=1,  # unknown here; torchrun's agents agree on the workers' ranks themselves
                 agent_pid=os.getpid(),
-                offer=self._next_port.offer,
+                offer=self._next_port.offer.model_copy(
+                    update={"topology": self._settings.topology}
+                ),
                 max_restarts=ANY_RESTARTS,
                 failure=self._failure,
                 leaving=self._leave_reason,

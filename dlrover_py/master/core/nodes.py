@@ -154,7 +154,7 @@ class Node:
 
         A host that is not known is taken for one of its own.
         """
-        said = self.report.topology if self.report is not None else ()
+        said = self.report.offer.topology if self.report is not None else ()
         return (*said, self.host or self.id) if said else self.topology
 
     @property

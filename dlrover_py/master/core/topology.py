@@ -133,14 +133,15 @@ class _Sums:
         self._width = width = most + 1
         every = (1 << width * (min(number, most) + 1)) - 1
         rows = every // ((1 << width) - 1)
-        self._steps: list[tuple[int, int, int]] = []
+        self._steps: list[tuple[tuple[int, int], int]] = []
+        """Each item, and the bits before it."""
         self._bits = 1
         used = Counter[int]()
         for item, value in items:
             if value > most or used[value] >= most // max(value, 1):
                 continue  # more of this value never help: each swap makes the sum smaller
             used[value] += 1
-            self._steps.append((item, value, self._bits))
+            self._steps.append(((item, value), self._bits))
             fits = rows * ((1 << width - value) - 1)
             self._bits |= (self._bits & fits) << width + value & every
 
@@ -152,7 +153,7 @@ class _Sums:
         """Return so many items with this sum; :meth:`has` must be true."""
         found = set()
         at = number * self._width + total
-        for item, value, before in reversed(self._steps):
+        for (item, value), before in reversed(self._steps):
             if not before >> at & 1:
                 found.add(item)
                 at -= self._width + value
