@@ -311,6 +311,8 @@ YOURS: Mapping[str, str] = {
     "else `WARNING`.",
     "DLROVER_TOKEN_FILE": "File with a secret that all nodes of a job share. Set it for jobs with "
     "`--rdzv-endpoint`; elsewhere the platform sets it.",
+    "DLROVER_TOPOLOGY": "Where the node is, such as `zone-a/rack-3`: near nodes get neighbouring "
+    "ranks ([topology](../topology.md)).",
     "DLROVER_SHM_DIR": "Folder of shared memory for checkpoints. Default: `/dev/shm`.",
     "DLROVER_CHECK_FAULT": "For tests of the [network check](../network-check.md): a fault of a "
     "node, such as `n1=fail`.",

@@ -5,8 +5,9 @@ There are no mocks, sleeps or clocks. Time is a number that the bench increases 
 
 import re
 from collections import defaultdict
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, fields
-from itertools import count
+from itertools import combinations, count, groupby
 from typing import Any
 
 from dlrover_py.master.core.events import (
@@ -25,6 +26,7 @@ from dlrover_py.master.core.events import (
 )
 from dlrover_py.master.core.health import Verdict
 from dlrover_py.master.core.job import Job
+from dlrover_py.master.core.nodes import Node
 from dlrover_py.master.core.state import DurableState, Step
 from dlrover_py.protocol.agents import (
     AgentReport,
@@ -114,6 +116,14 @@ def crash(
 
 def user_error(fingerprint: str = "E@f:1", step: int | None = 5) -> WorkerFailure:
     return crash(FailureKind.EXCEPTION, fingerprint=fingerprint, step=step)
+
+
+def _racks_in_use(pool: Iterable[Node], stay: Collection[str]) -> tuple[int, int]:
+    """Return how many racks are in use if these stay, and how many of them in part."""
+    inside: dict[tuple[str, ...], set[bool]] = defaultdict(set)
+    for node in pool:
+        inside[node.domain].add(node.id in stay)
+    return sum(True in some for some in inside.values()), sum(len(s) == 2 for s in inside.values())
 
 
 def _taken_up(told: Assignment) -> dict[str, Any]:
@@ -385,6 +395,8 @@ class Bench:
         self.wake_at = now
         self.precheck = 0
         """Setting ``precheck`` of agents that are booted from now on."""
+        self.racks = 1
+        """Number of racks that the hosts of nodes are in."""
         self.faults: dict[str, str] = {}
         """For each node: its fault in checks."""
         self.broken = False
@@ -398,6 +410,8 @@ class Bench:
         # State of the checks.
         self._lives: dict[NodeId, _Life] = defaultdict(_Life)
         self._worlds: dict[int, tuple[Any, ...]] = {}
+        self._domains: dict[NodeId, tuple[str, ...]] = {}
+        """For each member of the last round: the domain that was known when it was formed."""
         self._offers: set[tuple[str, int]] = set()
         self._check_offers: set[tuple[str, int]] = set()
         """Offers of checks by this master. Those of a check that was never journaled are harmless
@@ -555,7 +569,8 @@ class Bench:
 
     def _seen(self, node: NodeId) -> NodeSeen:
         why = "it is being deleted" if node in self.dying else ""
-        return NodeSeen(node, self.pods[node], ("zone", node), leaving=why)
+        rack = f"rack-{int(node[1:]) % self.racks}"
+        return NodeSeen(node, self.pods[node], ("zone", rack, node), leaving=why)
 
     def _carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -901,16 +916,21 @@ class Bench:
         assert offer == (first.offer.addr, first.offer.port), "the newest offer of rank 0"
         assert offer not in self._offers | self._check_offers, "an offer is for one round"
         self._offers.add(offer)
+        domains = {n: job.live.nodes[n].domain for n in nodes}
+        runs = [domain for domain, _ in groupby(domains[n] for n in nodes)]
+        assert len(runs) == len(set(runs)), "nodes of one domain have neighbouring ranks"
         if before is not None:
             old = [m.node for m in before.members]
             stay = [n for n in old if n in nodes]
-            assert stay == [n for n in nodes if n in old], "survivors keep their order"
-            if size == len(old):
+            if all(domains[n] == self._domains.get(n) for n in stay):
+                assert stay == [n for n in nodes if n in old], "survivors keep their order"
+            if size == len(old) and len({*domains.values(), *self._domains.values()}) == 1:
                 assert all(nodes.index(n) == old.index(n) for n in stay), "… and their rank"
             gone = [n for n in old if n not in nodes]
             fresh = [n for n in nodes if n not in old]
             able = [n for n in gone if self._may_run(n)]
             assert not (able and fresh), "no survivor makes room for a newcomer"
+        self._domains = domains
         told = {e.node for e in out.effects if isinstance(e, Assign)}
         assert told >= set(nodes), "every member receives its assignment in the same step"
         formed = [e for e in job.state.events if e.reason == "RoundFormed"][-1]
@@ -927,6 +947,11 @@ class Bench:
             and not ((last := self._lives[n.id].report) and last.warming)
             and self._lives[n.id].acked >= (self._lives[n.id].owes if n.id not in nodes else 0)
         ]
+        pool = [job.live.nodes[n] for n in ready if before is not None and n in before.rank_of]
+        if len(pool) > size:
+            ids = [n.id for n in pool]
+            least = min(_racks_in_use(pool, some) for some in combinations(ids, size))
+            assert _racks_in_use(pool, nodes) == least, "whole racks are given up first"
         full = full_size(self.spec, len(ready), self.desired)
         # The round may take a node out of a check and so end it. The passed nodes come later.
         later = any(e.reason == "NodesChecked" and e.id > formed.id for e in job.state.events)

@@ -365,6 +365,7 @@ def _settings(endpoint: Endpoint, given: Settings, address: str, command: Comman
         asks_proof=bool(endpoint.host),
         shm_dir=given.shm_dir,
         returns=endpoint.node_rank is not None,
+        topology=given.topology,
         environ=given.environ,
     )
 

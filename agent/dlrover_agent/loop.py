@@ -544,7 +544,7 @@ class Agent:
             role=self._command.role,
             pids=self._workers.pids,
             agent_pid=os.getpid(),
-            offer=self._ports.offer,
+            offer=self._ports.offer.model_copy(update={"topology": self._settings.topology}),
             max_restarts=self._max_restarts,
             failure=core.failure,
             progress=core.progress,

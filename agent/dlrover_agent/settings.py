@@ -27,6 +27,8 @@ DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 LINE_PREFIX = "[${role_name}${local_rank}]:"
 """Prefix of tee'd lines, unless the user gives another one."""
 _HOST = re.compile(r"[\w.:%-]{1,255}")
+_DOMAIN = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9._]{0,61}[A-Za-z0-9])?")
+_MAX_LEVELS = 8  # as in protocol/agents.py, whose import takes a tenth of a second
 T = TypeVar("T", int, float)
 
 
@@ -76,6 +78,8 @@ class Settings:
     """Whether the same node returns after its agent was killed, and finds its checkpoints."""
     log_level: str = ""
     """Level of log lines; empty means INFO in a job, and WARNING elsewhere."""
+    topology: tuple[str, ...] = ()
+    """Topology domain of this node, from the widest level to the narrowest; empty if not known."""
     environ: Mapping[str, str] = field(default_factory=dict)
     """The complete environment, which the workers inherit."""
 
@@ -83,12 +87,14 @@ class Settings:
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Self:
         """Read the settings from an environment, by default that of this process.
 
-        Only numbers are checked here; see :meth:`check` for the rest. The token file is not read. A
-        missing or empty variable gives the default, and so does a time to connect of 0. But an
-        empty POD_IP is kept, and refused later: no other node would reach the default.
+        Only numbers and the topology are checked here; see :meth:`check` for the rest. The token
+        file is not read. A missing or empty variable gives the default, and so does a time to
+        connect of 0. But an empty POD_IP is kept, and refused later: no other node would reach the
+        default.
 
         Raises:
-            ConfigError: The lifeline's descriptor or the time to connect is not a number from 0.
+            ConfigError: The lifeline's descriptor or the time to connect is not a number from 0, or
+                the topology has another form.
         """
         environ = environment() if environ is None else environ
         token, logs = environ.get(names.ENV_TOKEN_FILE), environ.get(names.ENV_LOG_DIR)
@@ -107,6 +113,7 @@ class Settings:
             shm_dir=Path(environ.get(names.ENV_SHM_DIR) or "/dev/shm"),
             job_uid=environ.get(names.ENV_JOB_UID, ""),
             log_level=environ.get("DLROVER_LOG_LEVEL", ""),
+            topology=_topology(environ.get(names.ENV_TOPOLOGY, "")),
             environ=environ,
         )
 
@@ -267,6 +274,21 @@ def check_host(name: str, text: str) -> None:
     """
     if not _HOST.fullmatch(text):
         raise ConfigError(f"{name} is {text[:60]!r}: expected a host name or an IP address")
+
+
+def _topology(text: str) -> tuple[str, ...]:
+    """Return the names of a topology domain, from the widest level to the narrowest.
+
+    Raises:
+        ConfigError: A name has a form that no label's value has, or there are too many levels.
+    """
+    levels = tuple(text.split("/")) if text else ()
+    if len(levels) > _MAX_LEVELS or not all(map(_DOMAIN.fullmatch, levels)):
+        raise ConfigError(
+            f"{names.ENV_TOPOLOGY} is {text[:60]!r}: expected up to {_MAX_LEVELS} names of "
+            "letters, digits, -, _ and ., the widest level first, such as zone-a/rack-3"
+        )
+    return levels
 
 
 def _number(environ: Mapping[str, str], name: str, kind: type[T]) -> T | None:

@@ -250,7 +250,7 @@ def _last_progress(status: JobStatus) -> Progress | None:
     return status.progress.model_copy(update={"steps_per_s": 0.0})
 
 
-_DISPENSABLE_NODE_COLUMNS = ("RESTARTS", "HOST", "POD", "STEP", "ROLE")
+_DISPENSABLE_NODE_COLUMNS = ("RESTARTS", "HOST", "DOMAIN", "POD", "STEP", "ROLE")
 """Columns of the table of nodes that are left out on a narrow terminal, in this order."""
 
 
@@ -273,7 +273,8 @@ def nodes_table(
         width: width of the terminal in characters. Columns that do not fit are left out, and
             messages appear below the table. None shows everything.
     """
-    pods = pods or {}
+    nodes, pods = list(nodes), pods or {}
+    domains = any(node.domain for node in nodes)
     shown, notes = [], []
     for node in nodes:
         gone = node.phase is NodePhase.GONE
@@ -287,6 +288,7 @@ def nodes_table(
             "ROLE": "" if gone else node.role.value,
             "RANK": "" if node.node_rank is None or gone else str(node.node_rank),
             "HOST": node.host,
+            **({"DOMAIN": node.domain} if domains else {}),
             "WORKERS": "" if gone else workers,
             "STEP": "" if node.step is None or gone else str(node.step),
             "RESTARTS": str(node.restarts) if node.restarts else "",

@@ -62,6 +62,13 @@ Counted = Annotated[int, Field(ge=0, le=2**48)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 """A TCP port; 0: there is none."""
 
+MAX_LEVELS = 8
+"""The largest number of levels of a topology."""
+DomainName = Annotated[
+    str, StringConstraints(pattern=r"^[A-Za-z0-9]([-A-Za-z0-9._]*[A-Za-z0-9])?$", max_length=63)
+]
+"""The name of a topology domain at one level, in the form of the value of a label."""
+
 BootId = Annotated[str, StringConstraints(min_length=8, max_length=64)]
 """Random text that an agent process draws once."""
 DatasetName = Annotated[
@@ -198,12 +205,15 @@ class WorkerFailure(StatusMessage):
 
 
 class Offer(Wire):
-    """An address for rank 0, which an agent has reserved in case its node becomes the first."""
+    """What a node offers to the next round: a place, and an address in case it gets rank 0."""
 
     addr: Annotated[str, StringConstraints(min_length=1, max_length=253)]
     """The host name or IP address."""
     port: Annotated[int, Field(ge=1, le=65535)]
     """The port that is reserved."""
+    topology: Annotated[tuple[DomainName, ...], Field(max_length=MAX_LEVELS)] = ()
+    """The topology domain of the node, from the widest level to the narrowest, as its environment
+    says it; empty if it does not."""
 
 
 Spent = Annotated[

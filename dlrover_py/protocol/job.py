@@ -29,6 +29,7 @@ from pydantic.alias_generators import to_camel
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from dlrover_py.protocol import names
+from dlrover_py.protocol.agents import MAX_LEVELS
 from dlrover_py.protocol.autoscale import AUTO, STRICT, AutoscaleSpec, NodeAllocation
 from dlrover_py.protocol.commands import (
     ELASTIC_RUN,
@@ -662,6 +663,31 @@ class TuningSpec(_Strict):
     ``elastic-run`` decides."""
 
 
+DEFAULT_LABELS: Final = ("topology.kubernetes.io/zone", "nvidia.com/gpu.clique")
+"""Labels of the zone of a host and of its NVLink domain. Those of blocks and racks differ among
+providers."""
+HOST_LABEL: Final = (
+    r"^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9._]{0,61}[A-Za-z0-9])?$"
+)
+"""Pattern of the name of a label, such as ``topology.kubernetes.io/zone``."""
+HostLabel = Annotated[str, StringConstraints(pattern=HOST_LABEL)]
+"""The name of a label of hosts."""
+
+
+class TopologySpec(_Strict):
+    """Where the hosts of nodes are, as labels say it. Nodes that are near get neighbouring ranks.
+
+    The labels are read from the nodes' Pods, to which the operator copies them.
+    """
+
+    labels: Annotated[list[HostLabel], Field(max_length=MAX_LEVELS)] = Field(
+        default_factory=lambda: list(DEFAULT_LABELS)
+    )
+    """Labels from the widest domain to the narrowest: zone, block, rack, NVLink domain. If empty,
+    the order of ranks takes no account of hosts. If absent: ``topology.kubernetes.io/zone`` and
+    ``nvidia.com/gpu.clique``."""
+
+
 class JobSpec(_Strict):
     """``spec`` of an ElasticJob."""
 
@@ -694,6 +720,8 @@ class JobSpec(_Strict):
     memory is stored while training goes on: ``dlrover job checkpoint`` sets it."""
     tuning: TuningSpec | None = None
     """Settings of data loaders: ``dlrover job tune`` sets it."""
+    topology: Annotated[TopologySpec | None, CLUSTER_ONLY] = None
+    """The order of ranks by the places of hosts, and which nodes leave first. Cannot be changed."""
     managed_by: Annotated[
         Annotated[str, StringConstraints(min_length=1, max_length=63)] | None, CLUSTER_ONLY
     ] = None
@@ -931,6 +959,12 @@ class ElasticJob(_Strict):
     def worker(self) -> ReplicaSpec:
         """The worker role."""
         return self.spec.replica_specs.worker
+
+    @property
+    def topology_labels(self) -> tuple[str, ...]:
+        """The labels of hosts by which ranks are ordered, from the widest domain on."""
+        given = self.spec.topology
+        return DEFAULT_LABELS if given is None else tuple(given.labels)
 
     @property
     def servers(self) -> ServerSpec | None:

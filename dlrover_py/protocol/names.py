@@ -103,6 +103,8 @@ ENV_LIFELINE_FD: Final = "DLROVER_LIFELINE_FD"
 
 ENV_CONNECT_S: Final = "DLROVER_CONNECT_S"
 """Seconds within which the master must have answered an agent once; 60 if it is not set."""
+ENV_TOPOLOGY: Final = "DLROVER_TOPOLOGY"
+"""The topology domain of the node, from the widest level to the narrowest: ``zone-a/rack-3``."""
 ENV_NODE_MARK: Final = "DLROVER_NODE_MARK"
 """Random text for each node of the cluster on this machine: all processes of the node have it."""
 

@@ -200,6 +200,8 @@ class NodeStatus(_StatusModel):
     """Number of its workers."""
     host: str = ""
     """The host that it runs on."""
+    domain: str = ""
+    """Its topology domain, such as ``zone-a/rack-3``; empty if none is known."""
     agent_pid: int = 0
     """Process id of its agent on its host."""
     pids: list[int] = Field(default_factory=list)

@@ -75,7 +75,9 @@ async def _run(settings: Settings) -> None:
             settings.masters,
             settings.namespaces,
             shared=settings.shared,
-            features=Features(settings.kueue, settings.gangs, settings.bad_hosts),
+            features=Features(
+                settings.kueue, settings.gangs, settings.bad_hosts, settings.host_labels
+            ),
         )
         serving = server(health.app(operator))
         port = pages.getsockname()[1]

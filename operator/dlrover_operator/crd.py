@@ -86,6 +86,7 @@ def schema() -> Schema:
     spec["x-kubernetes-validations"] = [
         _fixed("managedBy"),
         _fixed("distributionStrategy"),
+        _fixed("topology"),
     ]
     roles = spec["properties"]["replicaSpecs"]
     roles.pop("required")  # a PS job without workers is accepted; its status says Unsupported

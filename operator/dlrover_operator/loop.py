@@ -28,6 +28,7 @@ from dlrover_operator import (
 )
 from dlrover_operator.allotment import SharedHosts
 from dlrover_operator.gangs import Gangs
+from dlrover_operator.host_labels import HostLabels
 from dlrover_operator.manifests import Options
 from dlrover_operator.observed import (
     Deployment,
@@ -151,6 +152,8 @@ class Features:
     """Whether PodGroups that templates name are kept."""
     bad_hosts: host_watch.Mode = "off"
     """What follows if hosts fail in several jobs."""
+    host_labels: tuple[str, ...] = ()
+    """Labels of hosts that are copied to the Pods of workers on them."""
 
 
 class Operator:
@@ -214,6 +217,7 @@ class Operator:
             self._queues = Queues(api, self._scopes, **parts)
         if features.gangs:
             self._gangs = Gangs(api, self._scopes, **parts | {"changed": self._plan_all})
+        self._host_labels = HostLabels(api, features.host_labels, self._scopes, parts["failed"])
 
     # --- Start and health ---
 
@@ -227,7 +231,7 @@ class Operator:
             for watch in WATCHES:
                 for scope in self._scopes:
                     tasks.create_task(self._follow(watch, scope))
-            for part in (self._sharing, self._queues, self._gangs):
+            for part in (self._sharing, self._queues, self._gangs, self._host_labels):
                 if part is not None:
                     tasks.create_task(part.follow())
             for _ in range(WORKERS):

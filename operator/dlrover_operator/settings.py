@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
@@ -10,8 +11,9 @@ from typing import get_args
 from dlrover_operator.allotment import SharedHosts, quantity
 from dlrover_operator.host_watch import Mode
 from dlrover_operator.manifests import Options
-from dlrover_py.protocol import json_text
+from dlrover_py.protocol import json_text, names
 from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.job import HOST_LABEL
 from dlrover_py.protocol.status import PROGRESS_S
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -37,6 +39,8 @@ class Settings:
     """Whether PodGroups that templates name are kept."""
     bad_hosts: Mode = "tell"
     """What follows if hosts fail in several jobs."""
+    host_labels: tuple[str, ...] = ()
+    """Labels of hosts that are copied to the Pods of workers on them."""
 
     @classmethod
     def parse(cls, argv: Sequence[str] | None = None) -> "Settings":
@@ -73,6 +77,7 @@ class Settings:
             kueue=args.kueue,
             gangs=args.gangs,
             bad_hosts=args.bad_hosts,
+            host_labels=tuple(dict.fromkeys(args.host_label)),
         )
 
 
@@ -127,6 +132,21 @@ def _slot(text: str) -> tuple[str, Decimal]:
         if resource and (size := quantity(amount)) > 0:
             return resource, size
     raise argparse.ArgumentTypeError(f"{text!r}: expected RESOURCE=QUANTITY: nvidia.com/gpu=8")
+
+
+def _label(text: str) -> str:
+    """Return the name of a label of hosts.
+
+    Raises:
+        ArgumentTypeError: the text is no such name, or may be the name of a Pod's own label.
+    """
+    prefix, slash, _ = text.partition("/")
+    own = names.LABEL_JOB.partition("/")[0]
+    if not slash or prefix == own or not re.fullmatch(HOST_LABEL, text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: expected a label of hosts with a prefix, as topology.kubernetes.io/zone"
+        )
+    return text
 
 
 def _count(text: str) -> int:
@@ -252,6 +272,15 @@ def _parser() -> argparse.ArgumentParser:
         default="tell",
         help="what follows if a host fails in several jobs: nothing, a notice to all jobs, or new "
         "nodes avoid it, too (default: %(default)s)",
+    )
+    p.add_argument(
+        "--host-label",
+        type=_label,
+        action="append",
+        default=[],
+        metavar="LABEL",
+        help="copy this label from each host to the Pods of workers on it, for the order of ranks; "
+        "may be given several times (default: none)",
     )
     p.add_argument("--log-level", default="INFO", choices=LEVELS)
     return p

@@ -398,6 +398,7 @@ def job(
     *,
     script: Path | str = SLEEPER,
     hosts: int | None = None,
+    shell: str = "",
     flags: tuple[str, ...] = (),
     more: tuple[str, ...] = (),
     args: tuple[str, ...] = (),
@@ -414,6 +415,7 @@ def job(
         place: folders and environment of the test.
         script: program of the workers.
         hosts: value of ``--nodes``; None for the default.
+        shell: what a shell of each node runs before elastic-run; empty for no shell.
         flags: flags of elastic-run.
         more: more flags of ``dlrover job run``.
         args: arguments of the script.
@@ -426,6 +428,8 @@ def job(
     """
     place.script(script)
     command = ["elastic-run", *flags, "train.py", *args]
+    if shell:
+        command = ["sh", "-c", f'{shell}; exec "$@"', "sh", *command]
     file = place.folder / "job.yaml"
     file.write_text(
         yaml.safe_dump(document(command, name=name, env=env, spec=spec, ps=ps, **worker))

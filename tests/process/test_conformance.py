@@ -42,6 +42,7 @@ OURS = {
         "JOB_UID",
     ),
     "DLROVER_LOG_LEVEL",
+    "DLROVER_TOPOLOGY",
 }
 BY_IMPORT = {"TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
 """What imports put into the environment: there from the start in a warm worker."""

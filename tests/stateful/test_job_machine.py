@@ -50,6 +50,7 @@ class JobMachine(RuleBasedStateMachine):
         warm=st.booleans(),
         early_list=st.booleans(),
         precheck=st.sampled_from([0, 0, 1, 2]),
+        racks=st.integers(1, 3),
         bad=st.dictionaries(st.integers(0, 6), FAULTS, max_size=3),
         mode=st.sampled_from(["off", "off", "advise", "auto", "auto"]),
     )
@@ -63,6 +64,7 @@ class JobMachine(RuleBasedStateMachine):
         warm: bool,
         early_list: bool,
         precheck: int,
+        racks: int,
         bad: dict[int, str],
         mode: str,
     ) -> None:
@@ -74,7 +76,7 @@ class JobMachine(RuleBasedStateMachine):
         more: dict[str, Any] = {} if mode == "off" else {"maxReplicas": 8, "autoscale": autoscale}
         spec = elastic_job(replicas, minimum, unit=unit, standby=standby, restarts=restarts, **more)
         self.bench = Bench(spec, RULES, capacity=max(capacity, 6 if warm else 0))
-        self.bench.precheck = precheck
+        self.bench.precheck, self.bench.racks = precheck, racks
         self.bench.faults.update((f"n{number}", fault) for number, fault in bad.items())
         listing = self.bench.listing() if early_list else None
         self.bench.step()

@@ -259,7 +259,7 @@ def ended(obj: dict[str, Any]) -> NodeEnded:
 
 def test_a_pod_that_runs_is_near_and_one_that_pulls_does_not_run_yet() -> None:
     runs = seen(there(main_is({"running": {}})))
-    assert (runs.near, runs.runs, runs.topology) == (True, True, ("", "h1"))
+    assert (runs.near, runs.runs, runs.topology) == (True, True, ("h1",))
     pulls = seen(there(waiting("ContainerCreating")))
     assert (pulls.near, pulls.runs) == (True, False)
 

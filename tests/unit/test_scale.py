@@ -5,6 +5,7 @@ Counted, not timed: the bytecodes that the core executes, which are the same on 
 
 import sys
 from collections.abc import Callable
+from math import log2
 from types import FrameType
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from dlrover_py.master.core.events import Assign, Disconnected, Reported, Rules
 from dlrover_py.master.core.job import Job
 from dlrover_py.master.core.nodes import LONGEST_EXCHANGE_S, ReportPace, pace
+from dlrover_py.master.core.rendezvous import CandidateNode, arrange
 from dlrover_py.master.core.reports import JOIN_EVENTS_PER_STEP
 from dlrover_py.protocol.names import NodeId, Term
 from dlrover_py.protocol.status import JobPhase
@@ -137,6 +139,22 @@ def test_the_cost_of_each_node_does_not_grow_with_the_job(part: str) -> None:
 
 
 # --- the pace ---
+
+
+@pytest.mark.parametrize("size", [18, 72])
+def test_the_cost_of_ranks_by_domain_is_linearithmic(size: int) -> None:
+    """Racks of nearly this size in blocks and zones: half of the nodes go, and others come."""
+
+    def cost(nodes: int) -> float:
+        def place(n: int) -> tuple[str, ...]:
+            rack = n // (size - n // size % 5)
+            return f"zone-{rack % 3}", f"block-{rack % 30}", f"rack-{rack}", f"host-{n}"
+
+        there = [CandidateNode(NodeId(f"n{n}"), 1, 8, place(n)) for n in range(nodes)]
+        old = [(c.node, c.topology) for c in there]
+        return work(lambda: arrange(there, nodes // 2 + 1, old)) / (nodes * log2(nodes))
+
+    assert cost(MANY) <= FLAT * cost(FEW)
 
 
 def test_a_small_job_keeps_its_settings() -> None:

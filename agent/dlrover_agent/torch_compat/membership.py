@@ -409,7 +409,9 @@ class Membership:
                 phase=self._phase,
                 nproc=1,  # unknown here; torchrun's agents agree on the workers' ranks themselves
                 agent_pid=os.getpid(),
-                offer=self._next_port.offer,
+                offer=self._next_port.offer.model_copy(
+                    update={"topology": self._settings.topology}
+                ),
                 max_restarts=ANY_RESTARTS,
                 failure=self._failure,
                 leaving=self._leave_reason,

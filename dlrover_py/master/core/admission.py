@@ -167,9 +167,7 @@ class Admission:
         self.live.health.due = self.live.now + self.live.rules.check_s
         for group in groups:
             reported = [(n, n.report) for n in map(self.live.nodes.__getitem__, group) if n.report]
-            candidates = [
-                CandidateNode(n.id, n.incarnation, r.nproc, n.topology) for n, r in reported
-            ]
+            candidates = [CandidateNode(n.id, n.incarnation, r.nproc, n.place) for n, r in reported]
             members = arrange(candidates, len(candidates))
             offer = next(r.offer for n, r in reported if n.id == members[0].node)
             number = Round(self.live.health.number)

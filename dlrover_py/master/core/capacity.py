@@ -245,13 +245,16 @@ class Capacity:
     def _dismiss_surplus(self, surplus: int) -> None:
         """Dismiss up to this many nodes, those first whose loss costs least.
 
+        Nodes that could start soon go later, then those in a topology domain of the round, and then
+        older ones.
         Members of the round stay until a smaller round has been formed without them. Fewer nodes
         than ``surplus`` may therefore be dismissed.
         """
         order = {Readiness.PENDING: 0, Readiness.NEAR: 1, Readiness.BUSY: 2, Readiness.READY: 2}
         members = self.state.world.rank_of if self.state.world is not None else {}
         removable = [n for n in self.live.nodes if n.readiness in order and n.id not in members]
+        near = {n.domain for n in map(self.live.nodes.get, members) if n is not None}
         removable.sort(key=lambda n: id_key(n.id), reverse=True)
-        removable.sort(key=lambda n: order[n.readiness])
+        removable.sort(key=lambda n: (order[n.readiness], n.domain in near))
         for node in removable[:surplus]:
             self.dismiss(node, "the spec asks for fewer nodes", ExitCode.OK)

@@ -49,7 +49,7 @@ class Checkpointing:
         spec, members = self.live.spec.spec.checkpoint, []
         for member in world.members:
             node = self.live.nodes.get(member.node)
-            members.append((member.node, node.topology if node else ()))
+            members.append((member.node, node.place if node else ()))
         self.live.checkpoints.new_round(
             world.round, members, replicas=spec is None or spec.replicas > 0
         )

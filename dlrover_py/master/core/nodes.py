@@ -93,7 +93,8 @@ class Node:
     announced_by_agent: bool = False
     """Whether only its agent has announced its end; the platform knows of no deletion."""
     topology: tuple[str, ...] = ()
-    """Zone, rack, host: the outermost first."""
+    """Its domain, such as zone and rack, and its host: the outermost first, as the platform sees
+    them; empty if nothing is known."""
     message: str = ""
     """The platform's words on its state."""
     seen: bool = False
@@ -146,6 +147,20 @@ class Node:
     def host(self) -> str:
         """Name of its host; empty if it is not known."""
         return self.topology[-1] if self.topology else ""
+
+    @property
+    def place(self) -> tuple[str, ...]:
+        """Its domain and its host; the domain that its agent says takes precedence.
+
+        A host that is not known is taken for one of its own.
+        """
+        said = self.report.offer.topology if self.report is not None else ()
+        return (*said, self.host or self.id) if said else self.topology
+
+    @property
+    def domain(self) -> tuple[str, ...]:
+        """The topology domain that it is in, the widest level first; empty if none is known."""
+        return self.place[:-1]
 
     @property
     def readiness(self) -> Readiness:
@@ -410,7 +425,7 @@ class Nodes:
             near: Whether its process runs or will run soon.
             runs: Whether its process runs already.
             exists: Whether the node exists on the platform.
-            topology: Zone, rack, host: the outermost first.
+            topology: Its domain and its host: the outermost first.
             message: The platform's words on its state.
             cut_off: Whether the platform has lost contact with its host.
             now: Monotonic time.

@@ -1,8 +1,8 @@
 """Membership and start of the next round: pure functions without waiting windows.
 
-A round is formed as soon as every node that can come has come. The order of ranks is stable:
-survivors keep their ranks, a new node takes the rank of a lost node, and further nodes get the
-ranks at the end.
+A round is formed as soon as every node that can come has come. Nodes of one domain have
+neighbouring ranks. Within a domain, the order of ranks is stable: survivors keep their order, a new
+node takes the place of a lost node, and further nodes come at the end.
 """
 
 from bisect import bisect_right
@@ -13,6 +13,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from dlrover_py.master.core.topology import grouped, kept, shared_levels
 from dlrover_py.protocol.agents import COUNT, Count, Port
 from dlrover_py.protocol.names import NodeId, Round, id_key
 from dlrover_py.protocol.words import are, counted
@@ -166,8 +167,13 @@ class CandidateNode:
     incarnation: int
     nproc: int
     topology: tuple[str, ...] = ()
-    """Zone, rack, host: the outermost first."""
+    """Its domain, such as zone and rack, and its host: the outermost first."""
     role: str = "default"
+
+    @property
+    def domain(self) -> tuple[str, ...]:
+        """The topology without the host."""
+        return self.topology[:-1]
 
 
 def arrange(
@@ -183,31 +189,39 @@ def arrange(
         previous: Node and topology of each member of the round before, in the order of ranks.
 
     Returns:
-        Members in the order of node ranks. Members of the round before keep their order. The place
-        of each lost one goes to the new node that shares most levels of the topology with it.
-        Further new nodes follow at the end, sorted by topology.
+        Members in the order of node ranks. If only some members of the round before can stay,
+        whole domains are given up first (:func:`topology.kept`). Otherwise, the place of each lost
+        one goes to the new node that shares most levels of the topology with it. Further new nodes
+        follow at the end, sorted by topology. Then the nodes of each domain are put side by side
+        (:func:`topology.grouped`).
     """
     by_id = {c.node: c for c in candidates}
-    survivors = [node for node, _ in previous if node in by_id][:size]
-    kept = set(survivors)
+    survivors = [node for node, _ in previous if node in by_id]
+    if len(survivors) > size:
+        stay = kept([by_id[node].domain for node in survivors], size)
+        survivors = [survivors[at] for at in stay]
+    staying = set(survivors)
     old = {node for node, _ in previous}
     spare = sorted(
         (c for c in candidates if c.node not in old), key=lambda c: (c.topology, id_key(c.node))
     )
+    if not staying:
+        spare = [spare[at] for at in kept([c.domain for c in spare], size)]
     places: list[CandidateNode] = []
     for node, topology in previous:
-        if node in kept:
+        if node in staying:
             places.append(by_id[node])
         elif node not in by_id and spare and len(survivors) < size:
-            nearest = max(spare, key=lambda c: _shared_levels(c.topology, topology))
+            nearest = max(spare, key=lambda c: shared_levels(c.topology, topology))
             spare.remove(nearest)
             places.append(nearest)
             survivors.append(nearest.node)
     places += spare[: size - len(places)]
+    ranked = grouped([(place.node, place.domain) for place in places], staying)
     members = []
     offset = 0
     of_role: dict[str, int] = {}
-    for place in places:
+    for place in map(by_id.__getitem__, ranked):
         members.append(
             Member(
                 node=place.node,
@@ -221,13 +235,3 @@ def arrange(
         offset += place.nproc
         of_role[place.role] = of_role.get(place.role, 0) + place.nproc
     return tuple(members)
-
-
-def _shared_levels(a: tuple[str, ...], b: tuple[str, ...]) -> int:
-    """Return the number of topology levels that both nodes share."""
-    length = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        length += 1
-    return length

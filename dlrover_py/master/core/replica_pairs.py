@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
+from dlrover_py.master.core.topology import shared_levels
 from dlrover_py.protocol.names import NodeId
 
 Topology = tuple[str, ...]
@@ -39,7 +40,7 @@ def peers(
     def cost(shift: int) -> tuple[int, int]:
         """Return the cost of pairing each keeper with the source ``shift`` positions later."""
         together = [
-            _shared_levels(topology[k], topology[sources[(i + shift) % count]])
+            shared_levels(topology[k], topology[sources[(i + shift) % count]])
             for i, k in enumerate(keepers)
             if k != sources[(i + shift) % count]
         ]
@@ -87,7 +88,7 @@ def _separate_pairs(
             keeper == source,
             not _on_different_hosts(one, other),
             changed,
-            _shared_levels(one, other),
+            shared_levels(one, other),
         )
 
     def gain(keeper: NodeId, other: NodeId) -> tuple[int, ...]:
@@ -118,16 +119,3 @@ def _largest(nodes: Iterable[NodeId], topology: Mapping[NodeId, Topology], depth
 def _on_different_hosts(one: Topology, other: Topology) -> bool:
     """Return whether two nodes are on different hosts, as far as is known."""
     return not one or not other or one != other
-
-
-def _shared_levels(one: Topology, other: Topology) -> int:
-    """Return the number of topology levels that both share; 0 is best for a replica.
-
-    A node without topology shares none, because nothing is known about it.
-    """
-    length = 0
-    for a, b in zip(one, other, strict=False):
-        if a != b:
-            break
-        length += 1
-    return length

@@ -275,10 +275,10 @@ class Rounds:
         if self.state.world is not None:
             for member in self.state.world.members:
                 node = self.live.nodes.get(member.node)
-                previous.append((member.node, node.topology if node else ()))
+                previous.append((member.node, node.place if node else ()))
         ready = [n for n in self.live.nodes if n.readiness is Readiness.READY]
         candidates = [
-            CandidateNode(n.id, n.incarnation, n.report.nproc, n.topology, n.report.role)
+            CandidateNode(n.id, n.incarnation, n.report.nproc, n.place, n.report.role)
             for n in ready
             if n.report is not None
         ]

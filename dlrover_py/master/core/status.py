@@ -6,6 +6,7 @@ from dlrover_py.master.core.checkpoints import Checkpoints
 from dlrover_py.master.core.goodput import Goodput
 from dlrover_py.master.core.history import CoreContext
 from dlrover_py.master.core.nodes import Node, Readiness
+from dlrover_py.master.core.topology import in_words
 from dlrover_py.protocol.agents import AgentReport, WorkerPhase
 from dlrover_py.protocol.names import NodeId, id_key
 from dlrover_py.protocol.reasons import ConditionReason, ConditionType
@@ -161,6 +162,7 @@ class StatusReport:
             node_rank=rank,
             nproc=report.nproc if report else 1,
             host=node.host,
+            domain=in_words(node.domain),
             agent_pid=report.agent_pid if report else 0,
             # If it is behind: the workers of the round before are being stopped, or it has not
             # received the new round yet.

@@ -59,6 +59,11 @@ class ElasticJobWatcher:
         self.exists = True
         return obj
 
+    @property
+    def topology_labels(self) -> tuple[str, ...]:
+        """The labels of the topology domain; none after the ElasticJob was deleted."""
+        return self.job.topology_labels if self.job is not None else ()
+
     async def watch(self) -> None:
         """Queue an event for each change of the ElasticJob that matters to the core, indefinitely.
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from dlrover_py.master.core import topology
 from dlrover_py.master.core.events import Event, NodeEnded, NodeSeen
 from dlrover_py.master.platform.kubernetes.ends import (
     Budget,
@@ -45,8 +46,6 @@ CRASHES = "CrashLoopBackOff"
 """Reason of a container that waits because it ended again and again."""
 _UNKNOWN = re.compile(r'unknown field "([^"]+)"')
 """Names an unknown field in a message of an API server with strict validation."""
-ZONE = "topology.kubernetes.io/zone"
-"""Label of a Kubernetes node. From 1.35 on, the API server copies it to the node's Pods."""
 CONNECT_S = "600"
 """Seconds that an agent tries to reach its master, which may be on its way to another host."""
 
@@ -260,8 +259,8 @@ class PodView:
     orphan: bool
     """Whether the Pod has no owner any more."""
     host: str
-    zone: str
-    """Zone of its host; empty if it is not known."""
+    domain: tuple[str, ...]
+    """Topology domain of its host, the widest level first; a name that is not known is empty."""
     leaving: str
     """Why the Pod has to end; empty if it does not."""
     end: PodEnd | None
@@ -343,8 +342,8 @@ def place_for(placements: Sequence[PodPlace], taken: Mapping[str, int]) -> PodPl
 def misplaced(placements: Sequence[PodPlace], table: Iterable[PodView]) -> list[PodView]:
     """Return the Pods to end because their places have fewer nodes now, those of high number first.
 
-    Nothing is returned while all Pods are in one place that is still there: then any of them may
-    end, and the round decides which.
+    Of each place, whole topology domains are given up first. Nothing is returned while all Pods are
+    in one place that is still there: then any of them may end, and the round decides which.
 
     Args:
         placements: The places that the job has.
@@ -358,17 +357,23 @@ def misplaced(placements: Sequence[PodPlace], table: Iterable[PodView]) -> list[
     for name in sorted({seen.placement for seen in holding}):
         here = [seen for seen in holding if seen.placement == name]
         staying = [seen for seen in here if not seen.leaving]
-        staying.sort(key=lambda seen: id_key(NodeId(seen.name.rpartition("-")[2])), reverse=True)
-        found += staying[: max(0, len(staying) - places.get(name, 0))]
+        staying.sort(key=lambda seen: id_key(NodeId(seen.name.rpartition("-")[2])))
+        kept = set(topology.kept([seen.domain for seen in staying], places.get(name, 0)))
+        found += [staying[at] for at in reversed(range(len(staying))) if at not in kept]
     return found
 
 
-def view(obj: Obj) -> PodView:
+def view(obj: Obj, labels: Sequence[str] = ()) -> PodView:
     """Return the needed fields of a Pod.
 
     A Pod that has ended has no problem and waits for nothing. A disruption comes before a deletion
     as the reason why the Pod has to end. A disruption is what the condition ``DisruptionTarget``
     reports, such as an eviction. The owner of a Pod without a controller is taken from its label.
+
+    Args:
+        obj: The Pod.
+        labels: Labels of the topology domain, the widest level first. The operator copies them from
+            the host, and from Kubernetes 1.35 on, the API server copies the label of the zone.
     """
     meta, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
     conditions = {c.get("type"): c for c in status.get("conditions") or []}
@@ -391,7 +396,7 @@ def view(obj: Obj) -> PodView:
         or "",
         orphan=not controller,
         host=spec.get("nodeName") or "",
-        zone=(meta.get("labels") or {}).get(ZONE, ""),
+        domain=tuple((meta.get("labels") or {}).get(label, "") for label in labels),
         leaving=leaving,
         end=end,
         near=not problem_type,
@@ -544,11 +549,10 @@ def fact(node: NodeId, seen: PodView, output: str = "") -> Event:
             out_of_memory=seen.end.out_of_memory,
             unordered_stop=UNORDERED_STOP,
         )
-    topology = (seen.zone, seen.host) if seen.host else ()
     return NodeSeen(
         node,
         seen.near,
-        topology,
+        (*seen.domain, seen.host) if seen.host else (),
         seen.message,
         seen.leaving,
         runs=seen.runs,

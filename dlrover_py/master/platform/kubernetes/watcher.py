@@ -63,7 +63,7 @@ class PodWatcher:
             PODS,
             context.namespace,
             labels=names.workers_of(context.name),
-            view=pods.view,
+            view=lambda obj: pods.view(obj, self._jobs.topology_labels),
             on_error=lambda error: self._rights.on_error("Pods", error),
         )
         async with contextlib.aclosing(changes):
