@@ -22,7 +22,7 @@ $(USER_STAMP): pyproject.toml constraints.txt
 	@bash scripts/setup.sh $(VENV) user
 	@touch $@
 
-$(DEV_STAMP): pyproject.toml constraints.txt scripts/setup.sh
+$(DEV_STAMP): pyproject.toml constraints.txt scripts/setup.sh scripts/rare_gc.py
 	@bash scripts/setup.sh $(VENV) dev
 	@touch $@
 

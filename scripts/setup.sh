@@ -56,11 +56,8 @@ echo "setup: installing into $venv (torch is large: this takes a minute or two)"
 # (A file or two of the libraries are templates, and no Python.)
 "$venv/bin/python" -m compileall -q -j 0 "$venv"/lib/python3.*/site-packages >/dev/null || true
 if [ "$what" = dev ]; then
-    # Half of the tests' CPU is Python that imports torch and soon ends. A third of that went to the
-    # collector of cycles, most of it in its last run, over all modules. So it is rare here, and does
-    # not run at the end, when the memory is given back anyway.
     packages=("$venv"/lib/python3.*/site-packages)
-    echo "import atexit, gc; gc.set_threshold(50_000, 20, 100); atexit.register(gc.freeze)" \
-        >"${packages[0]}/dlrover_tests.pth"
+    cp scripts/rare_gc.py "${packages[0]}/dlrover_rare_gc.py"
+    echo "import dlrover_rare_gc" >"${packages[0]}/dlrover_rare_gc.pth"
 fi
 echo "setup: done; try: source $venv/bin/activate && dlrover --help"

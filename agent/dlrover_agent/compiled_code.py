@@ -50,7 +50,8 @@ async def environment(command: Command) -> dict[str, str]:
     used: this is logged. A disk that hangs costs ``FILES_S``.
     """
     cache = CompileCache.of(command.environ)
-    if cache is None or VARIABLE in command.environ or command.argv[:2] != (sys.executable, "-u"):
+    own_python = command.argv[:1] == (sys.executable,) and command.argv[1:2] == ("-u",)
+    if cache is None or VARIABLE in command.environ or not own_python:
         return {}
     thread = BackgroundThread("compiled")
     try:
