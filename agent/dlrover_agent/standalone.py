@@ -78,6 +78,7 @@ UNUSED_CONF_KEYS: Mapping[str, str] = {
     "store_type": "the master does the rendezvous, without a store",
     "close_timeout": "the rendezvous is closed when the job ends",
     "heartbeat_timeout": "the master notices a closed connection immediately",
+    "cas_backoff_max_seconds": "the master does the rendezvous, without a store",
     "rank": "--node-rank sets it",
     "pend_timeout": "a node that is not needed yet is a standby until the job ends",
 }
@@ -136,8 +137,9 @@ class Endpoint:
             if min_nodes > 1:
                 message = f"--nnodes is {flags.nnodes}: --standalone is a job of exactly one node"
                 raise ConfigError(message)
-            rules = _master_environ(conf)
-            return cls(run_id=str(uuid.uuid4()), local_addr=flags.local_addr, rules=rules)
+            for key in conf:
+                _warn_unused_key(key, "a job of one node needs no rendezvous")
+            return cls(run_id=str(uuid.uuid4()), local_addr=flags.local_addr)
         unit = flags.node_unit
         if unit < 1 or max_nodes % unit or min_nodes % unit:
             raise ConfigError(
@@ -354,9 +356,7 @@ def _master_environ(conf: Mapping[str, str]) -> dict[str, str]:
     """
     for key in conf:
         if key in UNUSED_CONF_KEYS:
-            log.warning(
-                "flag_not_used", extra={"flag": f"--rdzv-conf {key}", "why": UNUSED_CONF_KEYS[key]}
-            )
+            _warn_unused_key(key, UNUSED_CONF_KEYS[key])
         elif key not in (*CONF_KEYS, *LEASE_KEYS, *MASTER_TIMES):
             raise ConfigError(
                 f"--rdzv-conf has {key!r}: expected one of {', '.join((*CONF_KEYS, *LEASE_KEYS))}"
@@ -370,6 +370,11 @@ def _master_environ(conf: Mapping[str, str]) -> dict[str, str]:
             message = f"--rdzv-conf: {name.lower()} comes to {value:g}: expected at most a day"
             raise ConfigError(message)
     return {f"DLROVER_MASTER_{name}": f"{value:g}" for name, value in rules.items()}
+
+
+def _warn_unused_key(key: str, why: str) -> None:
+    """Log a warning that a key of ``--rdzv-conf`` has no effect."""
+    log.warning("flag_not_used", extra={"flag": f"--rdzv-conf {key}", "why": why})
 
 
 def _seconds(conf: Mapping[str, str], key: str, default: float) -> float:

@@ -379,14 +379,14 @@ class ReplicaSpec(Role):
     def restart_remarks(self) -> str:
         """Return what a ``restartPolicy`` of ``Never`` does not do; empty if it is not written.
 
-        It is also empty if the spec sets ``restartCount``, which decides.
+        It is also empty without restarts. An API server stores the default of ``restartCount``, so
+        whether the user has set that number is not known.
         """
-        never = (self.restart_policy or "").lower() == "never"
-        if not never or "restart_count" in self.model_fields_set:
+        if (self.restart_policy or "").lower() != "never" or not self.restart_count:
             return ""
         return (
-            "spec.replicaSpecs.worker.restartPolicy: found Never, but restartCount decides and is "
-            f"{self.restart_count} if it is not set; write restartCount: 0 for no restarts"
+            "spec.replicaSpecs.worker.restartPolicy: found Never, but restartCount decides, and is "
+            f"{self.restart_count}; write restartCount: 0 for no restarts"
         )
 
     @property

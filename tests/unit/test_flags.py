@@ -452,8 +452,6 @@ def test_where_the_master_runs() -> None:
         (("--nnodes=2", "--standalone"), "exactly one node"),
         (("--nnodes=3", "--node-unit=2"), "multiples of the unit"),
         (("--nnodes=2", "--rdzv-conf=jointimeout=3"), "expected one of join_timeout"),
-        (("--standalone", "--rdzv-conf=jointimeout=3"), "expected one of join_timeout"),
-        (("--rdzv-conf=jointimeout=3",), "expected one of join_timeout"),
         (("--nnodes=2", "--rdzv-conf=join_timeout=soon"), "expected a number above 0"),
         (("--nnodes=2", "--rdzv-conf=keep_alive_max_attempt=0"), "expected a number above 0"),
         (("--nnodes=2", "--rdzv-conf=last_call_timeout=100000"), "expected at most a day"),
@@ -482,6 +480,23 @@ def test_rules_come_from_the_conf() -> None:
         "DLROVER_MASTER_LEASE_S": "8",
         "DLROVER_MASTER_EXCHANGE_S": "1",
     }
+
+
+@pytest.mark.parametrize("flags", [["--standalone"], ["--nnodes=1"]])
+def test_one_machine_names_the_keys_of_the_conf_and_ignores_them(
+    flags: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    conf = "--rdzv-conf=keep_alive_interval=5,last_call_timeout=0,protocol=http"
+    assert not Endpoint.of(parse(*flags, conf, "t")).rules
+    named = [vars(record).get("flag") for record in caplog.records]
+    keys = ("keep_alive_interval", "last_call_timeout", "protocol")
+    assert named == [f"--rdzv-conf {key}" for key in keys]
+
+
+def test_a_key_of_torchs_store_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    conf = "--rdzv-conf=cas_backoff_max_seconds=1"
+    assert not Endpoint.of(parse("--nnodes=2", "--rdzv-backend=c10d", conf, "t")).rules
+    assert "flag_not_used" in caplog.text
 
 
 def test_token_differs_by_run_and_says_nothing_of_it(tmp_path: Path) -> None:

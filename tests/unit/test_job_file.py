@@ -467,7 +467,8 @@ def test_standalone_in_the_environment_is_remarked_at_its_place() -> None:
     [
         ({"restartPolicy": "Never"}, True),
         ({"restartPolicy": "never"}, True),
-        ({"restartPolicy": "Never", "restartCount": 3}, False),
+        ({"restartPolicy": "Never", "restartCount": 3}, True),
+        ({"restartPolicy": "Never", "restartCount": 0}, False),
         ({"restartPolicy": "OnFailure"}, False),
         ({}, False),
     ],
@@ -476,7 +477,7 @@ def test_a_policy_that_asks_for_no_restarts_is_told_what_does(
     fields: dict[str, object], told: bool
 ) -> None:
     text = ElasticJob.parse(job_file(2, **fields)).worker.restart_remarks()
-    assert ("restartCount decides and is 3 if it is not set" in text) == told
+    assert ("restartCount decides, and is 3" in text) == told
 
 
 def test_a_name_that_cannot_be_one_is_told_the_form_in_words() -> None:

@@ -459,11 +459,15 @@ def test_fields_without_effect_are_told_once() -> None:
 
 def test_a_policy_that_asks_for_no_restarts_is_told_what_does() -> None:
     world = World.of()
-    world.job["spec"]["replicaSpecs"]["worker"]["restartPolicy"] = "Never"
+    worker = world.job["spec"]["replicaSpecs"]["worker"]
+    worker |= {"restartPolicy": "Never", "restartCount": 3}  # an API server stores the default
     world.settle()
     inert, restarts = world.condition("Accepted")["message"].splitlines()
     assert inert == "spec.replicaSpecs.worker.restartPolicy: accepted, without effect"
-    assert restarts.endswith("write restartCount: 0 for no restarts")
+    assert restarts.endswith("and is 3; write restartCount: 0 for no restarts")
+    worker["restartCount"] = 0
+    world.settle()
+    assert world.condition("Accepted")["message"] == inert
 
 
 def test_a_command_that_does_not_join_is_told_before_it_runs() -> None:
