@@ -4,12 +4,15 @@ What is decided is written into ``status.allocation`` of the jobs, and is read f
 next decision. Nothing else is kept, so the operator may die between any two writes.
 
 A host is free once no Pod on it is observed. Numbers are lowered first. While one must be lowered,
-none is raised, so a host is never promised twice.
+none is raised, so no host is promised to two jobs that take part.
+
+Users write Pods, specs and perhaps statuses of their own namespace. So a Pod counts only where its
+host has room, and what a job is about to create counts only as far as its spec allows.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import Self
 
@@ -119,7 +122,12 @@ def takes_part(job: Obj) -> bool:
     if names.LABEL_QUEUE in (job["metadata"].get("labels") or {}):
         return False
     note = (job["metadata"].get("annotations") or {}).get(names.NOTE_ALLOCATION)
-    return note != "off" and (job.get("spec") or {}).get("managedBy") in (None, names.MANAGED_BY)
+    return note != "off" and _here(job)
+
+
+def _here(job: Obj) -> bool:
+    """Return whether this operator runs a job, and not another controller, perhaps elsewhere."""
+    return (job.get("spec") or {}).get("managedBy") in (None, names.MANAGED_BY)
 
 
 def decide(
@@ -132,8 +140,11 @@ def decide(
     """Return the allocations that must change now, by job. Nothing is carried out.
 
     If some jobs must give nodes back, no other job gets more yet. A job that was not started yet,
-    and is held back, gets an allocation of 0 nodes with the reason. Pods of a job that takes no
-    part, or is gone, count only on the shared hosts: whoever may write Pods may write any number.
+    and is held back, gets an allocation of 0 nodes with the reason.
+
+    Pods of a job that takes no part, or is gone, take the room that the others' Pods leave on the
+    shared hosts. Those that have no host yet take nothing from the others. They only keep hosts
+    free that would be further nodes, beyond the minima and beyond what each job has.
 
     Args:
         jobs: all ElasticJobs.
@@ -144,29 +155,36 @@ def decide(
     """
     holding, hosts = [pod for pod in pods if pod.holds], list(hosts)
     held = Counter(pod.job for pod in holding)
-    names_of_hosts = {host.name for host in hosts}
-    placed = Counter(
-        pod.job for pod in holding if pod.host and (shared.capacity or pod.host in names_of_hosts)
-    )
+    hosted = Counter(pod.job for pod in holding if pod.host)
     found: dict[Key, NodeAllocation] = {}
     demands: dict[Key, tuple[Demand, NodeAllocation | None]] = {}
-    reserved = 0
+    asking: dict[JobUid, tuple[Key, int]] = {}
+    """The jobs of ``demands``, and their standbys."""
+    coming = 0
     for obj in jobs:
-        meta = obj["metadata"]
-        key = meta["namespace"], meta["name"]
+        key, uid = (obj["metadata"]["namespace"], obj["metadata"]["name"]), uid_of(obj)
         granted = ElasticJob.allocation_in(obj)
-        demand = _demand(obj, held[uid_of(obj)], placed.pop(uid_of(obj), 0))
+        demand = _demand(obj, held[uid], hosted[uid])
         if isinstance(demand, int):
-            reserved += demand
+            coming += demand
             if granted is not None and granted.nodes and _suspended(obj):
                 found[key] = NodeAllocation(nodes=0, reason=SUSPENDED, since=now)
         else:
-            standbys = (obj["spec"]["replicaSpecs"]["worker"]).get("standbyReplicas") or 0
-            reserved += standbys
+            asking[uid] = key, obj["spec"]["replicaSpecs"]["worker"].get("standbyReplicas") or 0
             demands[key] = demand, granted
-    reserved += sum(placed.values())  # of jobs that are gone
+    turns = {u: held[u] > demands[k][0].maximum + spare for u, (k, spare) in asking.items()}
+    placed = _placed(holding, hosts, shared.capacity, turns)
+    reserved = 0
+    for uid, (key, spare) in asking.items():
+        demand, granted = demands[key]
+        size = max(demand.size, placed.pop(uid, 0) - spare)
+        demands[key] = replace(demand, size=size), granted
+        reserved += spare
+    reserved += sum(placed.values())
     total = shared.capacity or _room(hosts, holding)
-    pool = Pool(name="hosts", nodes=max(0, total - reserved))
+    room = max(0, total - reserved)
+    kept = sum(_kept(demand, room) for demand, _ in demands.values())
+    pool = Pool(name="hosts", nodes=max(room - coming, min(room, kept)))
     sizes = allocate([d for d, _ in demands.values()], [pool], now, hold_s=shared.hold_s)
     for key, (demand, granted) in demands.items():
         one = sizes[demand.name]
@@ -189,39 +207,86 @@ def _suspended(job: Obj) -> bool:
     return (job.get("spec") or {}).get("suspend") is True and takes_part(job)
 
 
-def _demand(job: Obj, pods: int, placed: int) -> Demand | int:
-    """Return what a job asks for, or the number of nodes that must be kept free for it.
+def _demand(job: Obj, pods: int, hosted: int) -> Demand | int:
+    """Return what a job asks for, or how many Pods without a host it has or may create.
 
-    It asks for nothing if it has ended, is suspended, takes no part or cannot be read.
+    It asks for nothing if it has ended, is suspended, takes no part or cannot be read. The size of
+    what it asks for is no greater than its maximum.
 
     Args:
         job: the ElasticJob.
         pods: Pods of its workers that hold resources.
-        placed: those of them that are on shared hosts.
+        hosted: those of them that have a host.
     """
-    if not takes_part(job):
-        return placed
     meta, status = job["metadata"], job.get("status") or {}
     training = status.get("training") or {}
-    if final_phase(status) or meta.get("deletionTimestamp") or _suspended(job):
-        return pods
+    if final_phase(status) or meta.get("deletionTimestamp") or _suspended(job) or not _here(job):
+        return 0
     # Until a master reports that it wants fewer nodes, it may create those that are missing.
     wanted = training.get("desired", 0) if training.get("phase") in ACTIVE_PHASES else 0
     try:
-        read = ElasticJob.read(job)
+        read = ElasticJob.read(job) if takes_part(job) else None
     except ConfigError:
+        read = None
+    if read is None:
         granted = ElasticJob.allocation_in(job)
-        return max(pods, wanted, 0 if granted is None else granted.nodes)
+        wanted = max(pods, wanted, 0 if granted is None else granted.nodes)
+        return max(0, min(wanted, _most(job)) - hosted)
     try:
         speed = MeasuredSpeed.model_validate(training.get("speed"))
     except ValidationError:
         speed = None
-    return demand_of(
+    demand = demand_of(
         read,
         speed,
         queued_at=unix_seconds(meta.get("creationTimestamp")) or 0.0,
         size=max(pods - read.worker.standby_replicas, wanted),
     )
+    return replace(demand, size=min(demand.size, demand.maximum))
+
+
+def _most(job: Obj) -> int:
+    """Return the greatest number of Pods that a spec allows, which may be one that is refused."""
+    worker = ((job.get("spec") or {}).get("replicaSpecs") or {}).get("worker") or {}
+    most = max(worker.get("replicas") or 1, worker.get("maxReplicas") or 0)
+    return int(most + (worker.get("standbyReplicas") or 0))
+
+
+def _kept(demand: Demand, room: int) -> int:
+    """Return the nodes of a job that Pods without a host leave to it: what it has, or its minimum.
+
+    Args:
+        demand: what the job asks for.
+        room: nodes for which there is room; a greater minimum cannot be given.
+    """
+    return max(demand.size, demand.granted or 0, demand.least if demand.least <= room else 0)
+
+
+def _placed(
+    pods: Iterable[HeldPod], hosts: Iterable[Host], capacity: int, turns: Mapping[JobUid, int]
+) -> Counter[JobUid]:
+    """Return how many Pods of each job have room on the shared hosts.
+
+    A user may write any number of Pods on one host, and on the host of another job. So Pods get
+    the room in turns, and those of one turn in any order.
+
+    Args:
+        pods: Pods that hold resources.
+        hosts: the shared hosts.
+        capacity: the number of nodes, if it is given instead of hosts; otherwise 0.
+        turns: 0 for a job that has no more Pods than it may have, and 1 for one that has more. All
+            other jobs come last.
+    """
+    left = {"": capacity} if capacity else {host.name: host.slots for host in hosts}
+    found: Counter[JobUid] = Counter()
+    here = [pod for pod in pods if pod.host]
+    for turn in (0, 1, 2):
+        for pod in here:
+            place = "" if capacity else pod.host
+            if turns.get(pod.job, 2) == turn and left.get(place, 0) > 0:
+                left[place] -= 1
+                found[pod.job] += 1
+    return found
 
 
 def _room(hosts: Iterable[Host], pods: Iterable[HeldPod]) -> int:

@@ -32,6 +32,13 @@ def job(name: str, most: int, least: int, *, age_s: float = 0.0, **spec: Any) ->
     return document
 
 
+def opted_out(name: str, most: int, desired: int) -> Obj:
+    found = job(name, most, 1)
+    found["metadata"]["annotations"] = {names.NOTE_ALLOCATION: "off"}
+    found["status"] = {"training": {"phase": "Running", "desired": desired}}
+    return found
+
+
 @dataclass
 class World:
     """Jobs whose masters follow their allocations, each at its own pace."""
@@ -41,11 +48,14 @@ class World:
     pods: dict[str, int] = field(default_factory=dict)
     """Pods that hold resources, by name of the job."""
     now: float = NOW
+    outside: list[Obj] = field(default_factory=list)
+    """Jobs that take no part."""
 
     def decide(self) -> dict[Key, NodeAllocation]:
         owners = (("default", f"u-{n}") for n, count in self.pods.items() for _ in range(count))
         pods = [HeldPod(owner, "h", True) for owner in owners]
-        return decide(self.jobs.values(), (), pods, self.shared, self.now)
+        jobs = [*self.jobs.values(), *self.outside]
+        return decide(jobs, (), pods, self.shared, self.now)
 
     def write(self, writes: Mapping[Key, NodeAllocation]) -> None:
         for (_, name), one in writes.items():
@@ -92,7 +102,10 @@ class World:
 
 @st.composite
 def worlds(draw: st.DrawFn) -> World:
-    """Draw jobs that run as they were allotted, and jobs that have just arrived."""
+    """Draw jobs that run as they were allotted, and jobs that have just arrived.
+
+    One of them takes no part, and has no Pods yet.
+    """
     jobs = {}
     for index in range(draw(st.integers(1, 5))):
         least = draw(st.integers(1, 5))
@@ -105,6 +118,7 @@ def worlds(draw: st.DrawFn) -> World:
     world.jobs = {name: one for name, one in jobs.items() if name not in late}
     world.settle()
     world.jobs |= {name: jobs[name] for name in late}
+    world.outside = [opted_out("out", 9, draw(st.integers(0, 9)))]
     world.now += 400.0
     return world
 
@@ -224,10 +238,9 @@ def test_a_running_job_is_taken_over_as_it_is() -> None:
 def test_jobs_that_ask_for_nothing_keep_what_they_hold() -> None:
     ended = job("ended", 2, 2)
     ended["status"] = {"training": {"phase": "Succeeded", "desired": 2}}
-    out = job("out", 2, 2)
-    out["metadata"]["annotations"] = {"elasticjob.dlrover/allocation": "off"}
-    out["status"] = {"training": {"phase": "Running", "desired": 2}}
+    out = opted_out("out", 2, 2)
     foreign = job("foreign", 9, 1, managedBy="others/x")
+    foreign["status"] = {"training": {"phase": "Running", "desired": 9}}
     refused = job("refused", 2, 2)
     refused["spec"]["replicaSpecs"]["worker"]["minReplicas"] = 3
     refused["status"] = {"allocation": {"nodes": 2}}
@@ -236,17 +249,106 @@ def test_jobs_that_ask_for_nothing_keep_what_they_hold() -> None:
                   SharedHosts(capacity=10), {"ended": 1, "out": 1, "foreign": 1})  # fmt: skip
     world.jobs["a"] = job("a", 9, 1, standbyReplicas=1)
     writes = world.decide()
-    assert {key[1]: one.nodes for key, one in writes.items()} == {"a": 10 - 1 - 1 - 1 - 2 - 1}
+    assert {key[1]: one.nodes for key, one in writes.items()} == {"a": 10 - 1 - 2 - 1 - 2 - 1}
+
+
+HOSTS = [Host(f"h{n}", 1, True) for n in range(4)]
+MEMBERS = [HeldPod(("m", "u-a"), host.name, True) for host in HOSTS]
+"""The Pods of the job that ``member`` makes, with as many nodes as there are hosts."""
+
+
+def member(nodes: int = 4) -> Obj:
+    found = job("a", 4, 1)
+    found["metadata"]["namespace"] = "m"
+    training = {"phase": "Running", "desired": nodes}
+    found["status"] = {"allocation": {"nodes": nodes}, "training": training}
+    return found
+
+
+def sizes(writes: Mapping[Key, NodeAllocation]) -> dict[str, int]:
+    return {name: one.nodes for (_, name), one in writes.items()}
+
+
+def forged(name: str, *hosts: str) -> list[HeldPod]:
+    return [HeldPod(("default", f"u-{name}"), host, True) for host in hosts]
+
+
+EVERYWHERE = [host.name for host in HOSTS]
+ENDED = job("x", 9, 1) | {"status": {"training": {"phase": "Succeeded"}}}
+SUSPENDED_JOB = job("x", 9, 1, suspend=True)
+DELETED = job("x", 9, 1)
+DELETED["metadata"]["deletionTimestamp"] = rfc3339(NOW)
+UNREADABLE = job("x", 9, 10) | {"status": {"training": {"phase": "Running", "desired": 100}}}
+
+
+@pytest.mark.parametrize(
+    "shared", [SharedHosts(), SharedHosts(capacity=4)], ids=["hosts", "number"]
+)
+@pytest.mark.parametrize("pods", [["h0"] * 9, [""] * 9, EVERYWHERE], ids=["one", "none", "all"])
+@pytest.mark.parametrize(
+    "other",
+    [None, ENDED, SUSPENDED_JOB, DELETED, UNREADABLE, opted_out("x", 9, 9), job("x", 9, 5)],
+    ids=["gone", "ended", "suspended", "deleted", "unreadable", "out", "waits"],
+)
+def test_no_pods_of_others_take_the_nodes_of_a_job(
+    other: Obj | None, pods: list[str], shared: SharedHosts
+) -> None:
+    """Whoever may write Pods may write any number, without requests, and name any host."""
+    jobs = [member(), *([other] if other else [])]
+    writes = decide(jobs, HOSTS, [*forged("x", *pods), *MEMBERS], shared, NOW)
+    assert sizes(writes).get("a", 4) == 4
+
+
+@pytest.mark.parametrize(
+    ("desired", "pods"),
+    [(100, []), (1, [""] * 9), (1, ["h0"] * 9)],
+    ids=["status", "pending", "one host"],
+)
+def test_a_job_holds_no_more_nodes_than_it_may_have(desired: int, pods: list[str]) -> None:
+    x = job("x", 1, 1)
+    x["status"] = {"allocation": {"nodes": 1}, "training": {"phase": "Running", "desired": desired}}
+    writes = decide([x, job("b", 3, 3)], HOSTS, forged("x", *pods), SharedHosts(), NOW)
+    assert sizes(writes)["b"] == 3
+
+
+def test_nodes_that_were_taken_from_a_job_are_not_free_before_their_pods_are_gone() -> None:
+    """Pods of others on the same hosts do not count beside them."""
+    x = job("x", 1, 1)
+    x["status"] = {"allocation": {"nodes": 1}, "training": {"phase": "Running", "desired": 1}}
+    pods = [*forged("gone", *EVERYWHERE), *forged("x", *EVERYWHERE)]
+    writes = decide([x, job("b", 1, 1)], HOSTS, pods, SharedHosts(), NOW)
+    assert sizes(writes)["b"] == 0, "its replicas were lowered from 4 to 1"
+    assert sizes(writes).get("x", 1) == 1
+
+
+@pytest.mark.parametrize("placed", [0, 2])
+def test_hosts_that_a_job_outside_is_about_to_take_are_no_further_nodes(placed: int) -> None:
+    out, a = opted_out("out", 3, 3), member(1)
+    pods = forged("out", *EVERYWHERE[1:][:placed], *[""] * (placed > 0))
+    writes = decide([out, a], HOSTS, [MEMBERS[0], *pods], SharedHosts(), NOW)
+    assert sizes(writes).get("a", 1) == 1
+    b = job("b", 4 - 1 - placed, 4 - 1 - placed)
+    writes = decide([out, a, b], HOSTS, [MEMBERS[0], *pods], SharedHosts(), NOW)
+    assert sizes(writes)["b"] == 3 - placed, "minima come first"
+    out["spec"]["replicaSpecs"]["worker"]["replicas"] = placed or 1
+    writes = decide([out, a], HOSTS, [MEMBERS[0], *pods], SharedHosts(), NOW)
+    assert sizes(writes)["a"] == 4 - (placed or 1), "its spec allows no more"
+
+
+@settings(max_examples=60, deadline=None)
+@given(worlds(), st.integers(0, 20))
+def test_pods_without_a_host_take_no_node(world: World, desired: int) -> None:
+    world.settle()
+    world.outside = [opted_out("out", 20, desired)]
+    assert all(one.nodes >= world.granted(key[1]) for key, one in world.decide().items())
 
 
 def test_pods_that_hold_no_shared_host_take_no_room() -> None:
     """Whoever may write Pods may write them as those of another namespace's job, or of none."""
-    out = job("out", 100_000, 1)
-    out["metadata"]["annotations"] = {"elasticjob.dlrover/allocation": "off"}
-    out["status"] = {"training": {"phase": "Running", "desired": 100_000}}
+    out = opted_out("out", 1, 100_000)
     hosts = [Host(name, 1, True) for name in ("h1", "h2", "h3")]
     of_job = HeldPod(("default", "u-out"), "h1", True)
-    forged = HeldPod.of(
+    stray = HeldPod.of(
         {
             "metadata": {
                 "name": "x",
@@ -256,9 +358,9 @@ def test_pods_that_hold_no_shared_host_take_no_room() -> None:
         }
     )
     elsewhere = [replace(of_job, host=host) for host in ("", "of another pool")]
-    pods = [of_job, *elsewhere * 9, *[forged] * 9]
+    pods = [of_job, *elsewhere * 9, *[stray] * 9]
     writes = decide([out, job("a", 3, 1)], hosts, pods, SharedHosts(), NOW)
-    assert {key[1]: one.nodes for key, one in writes.items()} == {"a": 2}
+    assert sizes(writes) == {"a": 2}
 
 
 def test_a_suspended_job_asks_again_when_it_resumes() -> None:
