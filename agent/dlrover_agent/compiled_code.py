@@ -54,7 +54,7 @@ async def environment(command: Command) -> dict[str, str]:
     They get one only if ``DLROVER_CACHE_DIR`` names the folder of the caches: on one machine,
     restarts are as fast with torch's own. They get none if the user has set the variable, or if the
     command is not a script for the agent's own interpreter with torch. Nor if the folder cannot be
-    used: this is logged. A disk that hangs costs ``FILES_S``.
+    used: a warning says why. A disk that hangs costs ``FILES_S``.
     """
     named = command.environ.get(ENV_CACHE_DIR)
     cache = CompileCache.of(command.environ) if named else None
@@ -66,7 +66,7 @@ async def environment(command: Command) -> dict[str, str]:
         folder = await thread.run(lambda: _use(cache, command), FILES_S, lambda _: cache.close())
     except (OSError, NotOwnedError) as error:  # OverdueError, too
         then = "torch's own folder is used"
-        log.info("compiled_code_not_kept", extra={"why": str(error), "then": then})
+        log.warning("compiled_code_not_kept", extra={"why": str(error), "then": then})
         return {}
     if folder is None:
         return {}

@@ -85,10 +85,15 @@ class TestEnvironment:
         found = variables({"DLROVER_CACHE_DIR": str(tmp_path), **own})
         assert not own.keys() & found.keys()
 
-    def test_a_folder_that_others_can_write_to_is_not_used(self, tmp_path: Path) -> None:
+    def test_a_warning_says_why_a_folder_is_not_used(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         (tmp_path / "compiled").mkdir()
         (tmp_path / "compiled").chmod(0o777)
         assert variables({"DLROVER_CACHE_DIR": str(tmp_path)}) == {}
+        (said,) = caplog.records
+        assert said.levelname == "WARNING"
+        assert "others can write to it" in vars(said)["why"]
 
     def test_a_folder_that_cannot_be_made_costs_only_the_cache(self, tmp_path: Path) -> None:
         (tmp_path / "compiled").touch()
