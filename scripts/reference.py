@@ -302,7 +302,8 @@ YOURS: Mapping[str, str] = {
     "DLROVER_STATE_DIR": "Folder for runs on this machine: logs, journal, last status. Default: "
     "`~/.local/state/dlrover`, or `dlrover` below `XDG_STATE_HOME`.",
     "DLROVER_CACHE_DIR": "Folder for what a later run of the same script starts faster with, or "
-    "`none`. Default: `~/.cache/dlrover-py`, or `dlrover-py` below `XDG_CACHE_HOME`.",
+    "`none`. Default: `~/.cache/dlrover-py`, or `dlrover-py` below `XDG_CACHE_HOME`. Only a folder "
+    "that is named here gets compiled code, too.",
     "DLROVER_RUNTIME_DIR": "Folder for sockets and tokens of running jobs. Only its owner may "
     "enter it. Default: `/tmp/dlrover-<uid>`.",
     "DLROVER_LOG_FORMAT": "`words` or `json`, for the log lines of all programs. Default: words on "

@@ -19,7 +19,7 @@ def cache() -> None:
 
     A recipe lists the modules that a script imports. With it, the first workers of the next run are
     forked from one process that has imported them. A folder of compiled code has what torch.compile
-    has made of a script's models.
+    has made of a script's models. It is kept only if DLROVER_CACHE_DIR names a folder.
     """
 
 

@@ -2,8 +2,8 @@
 
 ``torch.compile`` keeps what it has compiled in a folder, and reads it after a restart. Its own
 default is one folder in ``/tmp`` for all scripts of a user, which nothing limits. Here each script
-has a folder of its own. A folder is used only if no other user can change it, because its files
-are code.
+has a folder of its own. A folder is used only if no other user can change or replace it, because
+its files are code.
 
 A run locks the folder that it uses. Folders beyond the limits are removed once no run uses them.
 """
@@ -21,18 +21,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
-from dlrover_py.process.ownership import NotOwnedError, open_own
-from dlrover_py.process.recipe_cache import HINT, cache_folder
+from dlrover_py.process.ownership import NotOwnedError, check_parents, make_own, open_own
+from dlrover_py.process.recipe_cache import ENV_CACHE_DIR, HINT, cache_folder
 from dlrover_py.protocol.json_text import decoded
 
+_PARENT_HINT: Final = (
+    f"set {ENV_CACHE_DIR} to another folder, or use `chmod +t` if this one is to be shared"
+)
+"""What a user can do about a parent that is refused: the end of the error message."""
 _RECORD: Final = "script.json"
 """File in a folder: the name of the script, the time of the last start, and the lock."""
 _OVERSIZED: Final = "oversized"
 """File in a folder that was beyond a limit while a run used it: the next run begins anew."""
 _KEY: Final = re.compile(r"[0-9a-f]{32}")
 _REMOVED: Final = "removed-"
+"""Beginning of the name of a folder that is not used any more."""
 _TRIMMED: Final = "trimmed"
-"""File whose time is that of the last comparison with the limits."""
+"""File whose time is that of the last comparison with the limits. It is locked meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,21 +89,26 @@ class CompileCache:
     def use(self, key: str, script: str) -> Path:
         """Return the folder of a key, and lock it until :meth:`close`, or this process's end.
 
+        The files of a folder that was too large stay aside until :meth:`trim`: there may be many.
+
         Args:
             key: 32 hexadecimal digits.
             script: Name of the script, for people.
 
         Raises:
-            NotOwnedError: Another user can change a folder.
+            NotOwnedError: Another user can change or replace a folder.
             OSError: The folder cannot be used, or programs cannot be run from it.
         """
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_own(self.folder)
         with contextlib.ExitStack() as stack:
             base = self._open(stack)
+            # torch opens the folder by its path later, so no part of the path may be replaced.
+            folder = Path(os.readlink(f"/proc/self/fd/{base}"))
+            check_parents(folder, hint=_PARENT_HINT)
             if os.fstatvfs(base).f_flag & os.ST_NOEXEC:
                 raise OSError(errno.ENOEXEC, "its file system is mounted with noexec")
-            if os.path.lexists(self.folder / key / _OVERSIZED):
-                self._remove(base, key)
+            if os.path.lexists(folder / key / _OVERSIZED):
+                self._set_aside(base, key)
             with contextlib.suppress(FileExistsError):
                 os.mkdir(key, 0o700, dir_fd=base)
             own = open_own(key, os.O_DIRECTORY, at=base, hint=HINT)
@@ -115,7 +125,7 @@ class CompileCache:
                 os.close(record)
                 raise
             self._locks.append(record)
-        return self.folder / key
+        return folder / key
 
     def close(self) -> None:
         """Unlock all folders that this process uses."""
@@ -125,8 +135,8 @@ class CompileCache:
     def trim(self, now: float) -> None:
         """Remove the folders beyond the limits, and empty ones, that no run uses.
 
-        With a folder that is used and too large, the next run begins anew. Nothing happens within
-        ``Limits.interval_s`` of the last time.
+        With a folder that is used and too large, the next run begins anew. No folder is looked at
+        within ``Limits.interval_s`` of the last time, or while another process does so.
 
         Args:
             now: Wall time in seconds, on the clock of file times.
@@ -140,22 +150,22 @@ class CompileCache:
             base = self._open(stack)
             last = open_own(_TRIMMED, os.O_RDWR | os.O_CREAT, at=base, hint=HINT)
             stack.callback(os.close, last)
+            if not _locked(last):
+                return
+            for name in os.listdir(base):
+                if name.startswith(_REMOVED):
+                    shutil.rmtree(name, ignore_errors=True, dir_fd=base)
             if 0 <= now - os.fstat(last).st_mtime < limits.interval_s:
                 return
             os.utime(last, (now, now))
-            for name in os.listdir(base):
-                if name.startswith(_REMOVED):  # its remover was killed
-                    shutil.rmtree(name, ignore_errors=True, dir_fd=base)
             for i, one in enumerate(self.entries()):
-                kept_bytes += one.size
-                old = now - one.at > limits.age_s
-                beyond = i >= limits.folders or kept_bytes > limits.total_bytes or old
+                oversized = kept_bytes + one.size > limits.total_bytes
+                beyond = oversized or i >= limits.folders or now - one.at > limits.age_s
                 if one.size and not beyond:
+                    kept_bytes += one.size
                     continue
                 with contextlib.suppress(OSError, NotOwnedError):
-                    if self._remove(base, one.key):
-                        kept_bytes -= one.size
-                    elif kept_bytes > limits.total_bytes:
+                    if not self._remove(base, one.key) and oversized:
                         (self.folder / one.key / _OVERSIZED).touch()
 
     def remove(self, key: str) -> bool:
@@ -210,29 +220,51 @@ class CompileCache:
         stack.callback(os.close, base)
         return base
 
-    @staticmethod
-    def _remove(base: int, key: str) -> bool:
+    def _remove(self, base: int, key: str) -> bool:
         """Remove a folder; return False if a run uses it.
-
-        Its name is free before its files are removed: a run that starts meanwhile begins anew.
 
         Raises:
             NotOwnedError: Another user can change the folder.
             OSError: The folder cannot be removed.
+        """
+        aside = self._set_aside(base, key)
+        if aside is not None:
+            shutil.rmtree(aside, ignore_errors=True, dir_fd=base)
+        return aside is not None
+
+    @staticmethod
+    def _set_aside(base: int, key: str) -> str | None:
+        """Rename a folder, and return the new name; None if a run uses it.
+
+        A run that starts afterwards begins anew.
+
+        Raises:
+            NotOwnedError: Another user can change the folder.
+            OSError: The folder cannot be renamed.
         """
         with contextlib.ExitStack() as stack:
             own = open_own(key, os.O_DIRECTORY, at=base, hint=HINT)
             stack.callback(os.close, own)
             record = open_own(_RECORD, os.O_RDWR | os.O_CREAT, at=own, hint=HINT)
             stack.callback(os.close, record)
-            try:
-                fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return False
+            if not _locked(record):
+                return None
             aside = f"{_REMOVED}{secrets.token_hex(8)}"
             os.rename(key, aside, src_dir_fd=base, dst_dir_fd=base)
-            shutil.rmtree(aside, ignore_errors=True, dir_fd=base)
-        return True
+        return aside
+
+
+def _locked(file: int) -> bool:
+    """Lock an open file for this process alone; return False if another has locked it.
+
+    Raises:
+        OSError: Its file system has no locks.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _size(path: Path) -> int:

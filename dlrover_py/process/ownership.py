@@ -137,6 +137,45 @@ def is_own(folder: Path, *, shared: bool = False, hint: str) -> bool:
     return True
 
 
+def make_own(folder: Path) -> None:
+    """Make a folder and its missing parents, all for this user alone.
+
+    Raises:
+        OSError: One of them cannot be made.
+    """
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    for one in reversed(missing):
+        one.mkdir(mode=0o700, exist_ok=True)
+
+
+def check_parents(folder: Path, *, hint: str) -> None:
+    """Check that no other user but root can put another folder in the place of this one.
+
+    The owner of a parent can rename what is in it. Without the sticky bit, so can all who may write
+    to it. The owner of the root folder counts as root, also in a container.
+
+    Args:
+        folder: Absolute path without links.
+        hint: What the user can do about a refusal: the end of the error message.
+
+    Raises:
+        NotOwnedError: Another user can replace it.
+        OSError: A parent cannot be examined.
+    """
+    owners = (os.getuid(), 0, os.stat("/").st_uid)
+    for parent in folder.parents:
+        found, why = parent.lstat(), ""
+        if found.st_uid not in owners:
+            why = f"it belongs to user {found.st_uid}"
+        elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX:
+            why = f"others can write to it (mode {stat.S_IMODE(found.st_mode):04o})"
+        if why:
+            raise NotOwnedError(
+                f"{parent}: {why}; expected a folder in which no other user can replace {folder}; "
+                f"{hint}"
+            )
+
+
 def is_own_socket(path: str | Path) -> bool:
     """Return whether there is a socket at a path that this user or root has made.
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
-from dlrover_py.process.ownership import open_own
+from dlrover_py.process.ownership import make_own, open_own
 from dlrover_py.protocol.json_text import decoded
 from dlrover_py.protocol.zygote import RecipeLine, recipe_lines
 
@@ -157,7 +157,7 @@ class RecipeCache:
         body = recipe.encode()
         if len(body) > MAX_BYTES:
             return
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_own(self.folder)
         with contextlib.closing(_Folder(self)) as folder:
             folder.write(key + _SUFFIX, body)
             for name, _ in folder.files()[MAX_FILES:]:

@@ -1,6 +1,7 @@
 """The folders of compiled code: which script has which, what is kept, and who gets none."""
 
 import asyncio
+import fcntl
 import os
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from dlrover_py.process.compile_cache import CompileCache, Limits
 from dlrover_py.process.ownership import NotOwnedError
 
 KEYS = [f"{i:032x}" for i in range(4)]
+STRANGER = 65534
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can act as a second user")
 ALWAYS = Limits(folders=2, total_bytes=100, age_s=50.0, interval_s=0.0)
 
 
@@ -65,6 +68,7 @@ class TestEnvironment:
             ({VARIABLE: "/own"}, ()),
             ({VARIABLE: ""}, ()),
             ({"DLROVER_CACHE_DIR": "none"}, ()),
+            ({"DLROVER_CACHE_DIR": ""}, ()),
             ({}, ("bash", "train.sh")),
             ({}, ("/usr/bin/another-python", "-u", "train.py")),
         ],
@@ -72,7 +76,8 @@ class TestEnvironment:
     def test_who_gets_none(
         self, tmp_path: Path, more: dict[str, str], argv: tuple[str, ...]
     ) -> None:
-        assert variables({"DLROVER_CACHE_DIR": str(tmp_path), **more}, *argv) == {}
+        environ = {"DLROVER_CACHE_DIR": str(tmp_path), "HOME": str(tmp_path), **more}
+        assert variables(environ, *argv) == {}
         assert not list(tmp_path.iterdir())
 
     def test_a_users_other_settings_stay(self, tmp_path: Path) -> None:
@@ -80,10 +85,15 @@ class TestEnvironment:
         found = variables({"DLROVER_CACHE_DIR": str(tmp_path), **own})
         assert not own.keys() & found.keys()
 
-    def test_a_folder_that_others_can_write_to_is_not_used(self, tmp_path: Path) -> None:
+    def test_a_warning_says_why_a_folder_is_not_used(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         (tmp_path / "compiled").mkdir()
         (tmp_path / "compiled").chmod(0o777)
         assert variables({"DLROVER_CACHE_DIR": str(tmp_path)}) == {}
+        (said,) = caplog.records
+        assert said.levelname == "WARNING"
+        assert "others can write to it" in vars(said)["why"]
 
     def test_a_folder_that_cannot_be_made_costs_only_the_cache(self, tmp_path: Path) -> None:
         (tmp_path / "compiled").touch()
@@ -102,6 +112,21 @@ class TestKey:
         keys += [self.key(one, cpu=self.CPU.replace("avx2", "avx512f"))]
         keys += [self.key(one, cpu=self.CPU.replace("name : a", "name : b"))]
         assert len(set(keys)) == len(keys)
+
+    def test_another_libstdcxx_has_another_folder(self, tmp_path: Path) -> None:
+        one = command({"LD_LIBRARY_PATH": str(tmp_path)})
+        keys = [self.key(one)]
+        assert keys == [self.key(command({}))], "it is not in that folder"
+        for version in "30", "33":
+            (tmp_path / "libstdc++.so.6").unlink(missing_ok=True)
+            (tmp_path / "libstdc++.so.6").symlink_to(f"libstdc++.so.6.0.{version}")
+            (tmp_path / f"libstdc++.so.6.0.{version}").touch()
+            keys.append(self.key(one))
+        assert len(set(keys)) == 3
+
+    def test_two_paths_of_one_script_share_a_folder(self) -> None:
+        one = command({})
+        assert self.key(replace(one, name="./train.py")) == self.key(one)
 
     def test_arguments_ranks_and_clocks_do_not_count(self) -> None:
         other = command({"A": "1"}, sys.executable, "-u", "train.py", "--lr=1")
@@ -131,6 +156,32 @@ class TestLimits:
             assert not cache.remove(KEYS[0])
             assert (folder / "code.so").exists()
         assert list(cache.use(KEYS[0], "train.py").iterdir()) == [folder / "script.json"]
+
+    def test_the_start_leaves_many_files_to_the_next_removal(self, tmp_path: Path) -> None:
+        cache = CompileCache(tmp_path / "compiled", replace(ALWAYS, interval_s=3600.0))
+        with used(cache, KEYS[0], 1.0, 200):
+            cache.trim(5000.0)
+        cache.use(KEYS[0], "train.py")
+        assert list(cache.folder.glob("removed-*/code.so"))
+        cache.trim(5001.0)
+        assert not list(cache.folder.glob("removed-*"))
+
+    def test_a_used_folder_that_is_too_large_leaves_room_for_others(self, tmp_path: Path) -> None:
+        cache = CompileCache(tmp_path / "compiled", ALWAYS)
+        leave(cache, (KEYS[1], 2.0, 60), (KEYS[2], 1.0, 60))
+        with used(cache, KEYS[0], 3.0, 200):
+            cache.trim(10.0)
+        assert left(cache) == [KEYS[0], KEYS[1]]
+
+    def test_one_node_removes_while_the_others_train(self, tmp_path: Path) -> None:
+        cache = CompileCache(tmp_path / "compiled", ALWAYS)
+        leave(cache, (KEYS[0], 1.0, 200))
+        with (cache.folder / "trimmed").open("w") as other:
+            fcntl.flock(other, fcntl.LOCK_EX)
+            cache.trim(10.0)
+            assert left(cache) == [KEYS[0]]
+        cache.trim(10.0)
+        assert left(cache) == []
 
     def test_the_files_are_not_looked_at_again_within_an_hour(self, tmp_path: Path) -> None:
         cache = CompileCache(tmp_path / "compiled", replace(ALWAYS, interval_s=3600.0))
@@ -168,3 +219,38 @@ def test_what_others_can_change_is_refused(tmp_path: Path, what: str) -> None:
     (cache.folder / what).chmod(0o777)
     with pytest.raises(NotOwnedError, match="others can write"):
         cache.use(KEYS[0], "train.py")
+
+
+class TestParents:
+    @pytest.mark.parametrize("mode", [0o770, 0o707])
+    def test_one_in_which_others_can_rename_is_refused(self, tmp_path: Path, mode: int) -> None:
+        (tmp_path / "shared" / "own").mkdir(parents=True)
+        (tmp_path / "shared").chmod(mode)
+        cache = CompileCache(tmp_path / "shared" / "own" / "compiled")
+        with pytest.raises(NotOwnedError, match=r"shared: others can write .* use `chmod \+t`"):
+            cache.use(KEYS[0], "train.py")
+        (tmp_path / "shared").chmod(mode | 0o1000)
+        assert cache.use(KEYS[0], "train.py").exists()
+
+    @needs_root
+    def test_one_of_another_user_is_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "theirs" / "mine").mkdir(parents=True)
+        os.chown(tmp_path / "theirs", STRANGER, STRANGER)
+        with pytest.raises(NotOwnedError, match=f"theirs: it belongs to user {STRANGER}"):
+            CompileCache(tmp_path / "theirs" / "mine").use(KEYS[0], "train.py")
+
+    def test_a_link_in_the_path_is_resolved(self, tmp_path: Path) -> None:
+        (tmp_path / "real").mkdir()
+        (tmp_path / "shared").mkdir()
+        (tmp_path / "shared" / "link").symlink_to(tmp_path / "real")
+        (tmp_path / "shared").chmod(0o777)
+        cache = CompileCache(tmp_path / "shared" / "link" / "compiled")
+        assert cache.use(KEYS[0], "train.py") == tmp_path / "real" / "compiled" / KEYS[0]
+
+    def test_missing_ones_are_made_for_this_user_alone(self, tmp_path: Path) -> None:
+        before = os.umask(0o002)
+        try:
+            CompileCache(tmp_path / "a" / "b").use(KEYS[0], "train.py")
+        finally:
+            os.umask(before)
+        assert (tmp_path / "a").stat().st_mode & 0o777 == 0o700

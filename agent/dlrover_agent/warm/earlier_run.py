@@ -24,8 +24,8 @@ READ_BY_LIBRARIES = (
     *("OMP", "GOMP", "KMP", "MKL", "OPENBLAS", "NUMEXPR", "HF_", "TRANSFORMERS", "ACCELERATE"),
 )
 """Beginnings of the names of environment variables that decide what is imported."""
-_OF_THE_RUN = ("TORCHELASTIC_",)
-"""Beginnings of the names of variables that each run has a value of its own for."""
+_WITHOUT_EFFECT = ("TORCHELASTIC_", "TORCHINDUCTOR_CACHE_DIR")
+"""Beginnings of the names of variables that decide no imports, and differ between runs or CPUs."""
 
 
 class EarlierRun:
@@ -164,7 +164,7 @@ class EarlierRun:
             parts.append(hashlib.sha256(script.read()).hexdigest())
         parts += [(folder, _state(folder)) for folder in self._installed]
         for name, value in sorted(self._env.items()):
-            if name.startswith(READ_BY_LIBRARIES) and not name.startswith(_OF_THE_RUN):
+            if name.startswith(READ_BY_LIBRARIES) and not name.startswith(_WITHOUT_EFFECT):
                 parts.append((name, value))
         return hashlib.sha256(ascii(parts).encode()).hexdigest()[:32]
 
