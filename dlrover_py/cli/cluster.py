@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 import sys
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Any, NoReturn, Self, TypeVar
 
@@ -12,7 +13,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.live import Live
 
-from dlrover_py.bad_hosts import HostPolicy, host_records
+from dlrover_py.bad_hosts import HostPolicy, HostScores
 from dlrover_py.cli import view
 from dlrover_py.cli.jobfile import JobDocument
 from dlrover_py.cli.logs import LogQuery
@@ -231,20 +232,31 @@ class ClusterClient:
     def hosts(self) -> list[dict[str, Any]]:
         """Return the hosts that have failed, the worst first, as JSON for scripts.
 
-        Without a namespace in the target, the jobs of all namespaces are asked.
+        The score is the one that counts for the jobs of the namespace. The faults of all jobs
+        count, or only those of the namespace if the user may not list the jobs of others.
 
         Raises:
             DLRoverError: the API server refuses, or does not answer.
         """
-        jobs = self.run(self.kube.list(ELASTICJOBS, self._target.namespace))
-        faults: dict[str, list[HostFault]] = {}
-        told, avoided = set[str](), set[str]()
+        try:
+            jobs = self._runner.run(self.kube.list(ELASTICJOBS))
+        except ForbiddenError:
+            jobs = self.run(self.kube.list(ELASTICJOBS, self.namespace))
+        except KubeError as error:
+            raise self.explained(error) from error
+        faults: dict[str, dict[str, list[HostFault]]] = {}
+        bad, avoided = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
         for obj in jobs:
-            status = read_status(obj)
-            faults[obj["metadata"]["uid"]] = status.host_faults if status is not None else []
-            bad = (obj.get("status") or {}).get("badHosts") or {}
-            told.update(bad.get("hosts") or ())
-            avoided.update(bad.get("avoid") or ())
+            meta, status = obj["metadata"], read_status(obj)
+            space = meta["namespace"]
+            if status is not None:
+                faults.setdefault(space, {})[meta["uid"]] = status.host_faults
+            if status is None or not status.phase.ended:  # ended jobs keep what they were told
+                told = (obj.get("status") or {}).get("badHosts") or {}
+                for host in told.get("hosts") or ():
+                    bad[host].add(space)
+                for host in told.get("avoid") or ():
+                    avoided[host].add(space)
         return [
             {
                 "host": record.name,
@@ -252,10 +264,10 @@ class ClusterClient:
                 "faults": record.faults,
                 "jobs": len(record.jobs),
                 "newest": record.newest,
-                "bad": record.name in told,
-                "avoided": record.name in avoided,
+                "badFor": sorted(bad[record.name]),
+                "avoidedFor": sorted(avoided[record.name]),
             }
-            for record in host_records(faults, self.kube.wall(), HostPolicy())
+            for record in HostScores(faults, self.kube.wall(), HostPolicy()).records(self.namespace)
         ]
 
     def watch_rows(

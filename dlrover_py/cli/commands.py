@@ -291,7 +291,11 @@ def show_hosts(as_json: bool, target: Target) -> None:
     """Show the hosts of a cluster that have failed, the worst first.
 
     The faults are those of all jobs that exist, also of ended ones: failed devices, failed checks,
-    lost nodes. From a score of 1.5 on the operator counts a host as a bad one.
+    lost nodes. The score is the one that counts for the jobs of the namespace: all jobs of another
+    one count as a single job. From 1.5 on the operator counts a host as a bad one for them. The
+    namespaces whose jobs it has told of a host are shown.
+
+    Users who may not list the jobs of all namespaces see the faults of the namespace.
 
     \f
 
@@ -312,10 +316,17 @@ def show_hosts(as_json: bool, target: Target) -> None:
     if not rows:
         click.echo("no host has failed")
     for row in rows:
-        state = "avoided" if row["avoided"] else "bad" if row["bad"] else ""
+        told = ((word, row[f"{word}For"]) for word in ("bad", "avoided"))
+        state = "; ".join(f"{word} for {_few(spaces)}" for word, spaces in told if spaces)
         jobs = counted(row["jobs"], "job")
         line = f"{row['host']:40} {row['score']:5.1f}  {row['faults']} in {jobs}  {state}"
         click.echo(view.plain(line.rstrip()))
+
+
+def _few(names: Sequence[str]) -> str:
+    """Return the first three names, then the number of the others."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 @job.command()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from dlrover_py.protocol.local import History, ProgressSample
 from dlrover_py.protocol.names import NodeId, id_key
 from dlrover_py.protocol.reasons import EventReason
-from dlrover_py.protocol.status import JobEvent, JobStatus
+from dlrover_py.protocol.status import JobEvent, JobStatus, NodePhase
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,8 @@ def node_timelines(status: JobStatus, events: Sequence[JobEvent], end: float) ->
     """Return a timeline for each node that the events or the status name.
 
     A node whose start is not known began with the job. ``lost`` is also true for a node that left.
-    A node that has returned since is not lost; its line covers its absence.
+    A node that has returned since, or is there by the status, is not lost; its line covers its
+    absence.
 
     Args:
         status: status of the job.
@@ -57,6 +58,8 @@ def node_timelines(status: JobStatus, events: Sequence[JobEvent], end: float) ->
                 last.pop(node, None)  # where nodes come by themselves, a lost one may return
     for known in status.nodes:
         first.setdefault(known.id, status.started_at)
+        if known.phase in (NodePhase.LIVE, NodePhase.SUSPECT):
+            last.pop(known.id, None)  # the event of many that joined does not name them all
     if status.phase.ended and status.ended_at is not None:
         end = min(end, status.ended_at)
     order = sorted(map(NodeId, first), key=id_key)
@@ -83,7 +86,8 @@ def with_node_and_round(events: Sequence[JobEvent]) -> list[JobEvent]:
     for event in events:
         news: dict[str, str | int] = {}
         node = re.match(
-            r"(?:node )?([a-z0-9][-a-z0-9.]*)(?: (?:joined|was lost|has left)\b|: worker )",
+            r"(?:node )?([a-z0-9][-a-z0-9.]*)"
+            r"(?: (?:joined|was lost|has left|has a new agent process)\b|: worker )",
             event.message,
         )
         number = re.match(r"(?:first step of )?round (\d+)\b", event.message)

@@ -8,8 +8,10 @@ namespace, all jobs of another one count as much as a single job.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from itertools import chain
+from typing import Literal, TypeGuard
 
 from pydantic import ValidationError
 
@@ -18,8 +20,7 @@ from dlrover_operator.observed import Key, Obj
 from dlrover_py.bad_hosts import (
     HostPolicy,
     HostRecord,
-    bad_hosts,
-    host_records,
+    HostScores,
     in_words,
     to_avoid,
 )
@@ -27,8 +28,6 @@ from dlrover_py.protocol import names
 from dlrover_py.protocol.hosts import BadHosts
 from dlrover_py.protocol.status import HostFault
 
-AHEAD_S = 300.0
-"""Seconds that a fault may be in the future, by the clock of a master."""
 _HOST = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*", re.ASCII)
 MOST = 100
 """Most bad hosts of which jobs are told."""
@@ -40,7 +39,8 @@ def decide(
 ) -> dict[Key, BadHosts | None]:
     """Return what must be written into the status of which jobs; None: no host is bad any more.
 
-    Jobs that have ended keep what they have, and their faults still count.
+    Jobs that have ended keep what they have, and their faults still count. The work grows with the
+    jobs, their nodes and their faults, not with their product with the namespaces.
 
     Args:
         jobs: all ElasticJobs.
@@ -49,32 +49,42 @@ def decide(
         policy: when a host is bad; None: the default.
     """
     policy, jobs = policy or HostPolicy(), list(jobs)
-    faults: dict[str, list[HostFault]] = {}
-    spaces: dict[str, str] = {}
-    known = set[str]()
-    before: dict[str, set[str]] = {}
-    told: dict[Key, BadHosts | None] = {}
+    told: dict[str, dict[Key, BadHosts | None]] = {}
+    faults: dict[str, dict[str, list[HostFault]]] = {}
     for job in jobs:
         meta, status = job["metadata"], job.get("status") or {}
-        training = status.get("training") or {}
-        faults[meta["uid"]] = of_job = [f for f in _faults(training) if f.at <= now + AHEAD_S]
-        spaces[meta["uid"]] = meta["namespace"]
-        known |= {fault.host for fault in of_job}
-        known |= {
-            host for node in training.get("nodes") or () if _is_name(host := node.get("host"))
-        }
+        space = meta["namespace"]
         if not final_phase(status) and _runs_here(job):
-            told[meta["namespace"], meta["name"]] = present = _bad_hosts(status)
-            hosts = present.hosts if present is not None else ()
-            before.setdefault(meta["namespace"], set()).update(hosts)
-    wanted: dict[str, BadHosts | None] = {}
-    for space, bad_before in before.items():
-        others = {job: f"namespace {other}" for job, other in spaces.items() if other != space}
-        records = host_records(faults, now, policy, others)
-        found = bad_hosts(records, bad_before, policy)[:MOST]
-        avoid = to_avoid(found, len(known), policy) if mode == "act" else []
-        wanted[space] = _in_words(found, avoid) if found and mode != "off" else None
-    return {key: wanted[key[0]] for key, had in told.items() if _differ(had, wanted[key[0]])}
+            told.setdefault(space, {})[space, meta["name"]] = _bad_hosts(status)
+        if mode != "off" and (of_job := list(_faults(status.get("training") or {}))):
+            faults.setdefault(space, {})[meta["uid"]] = of_job
+    scores = HostScores(faults, now, policy)
+    known = _known_hosts(jobs) if mode == "act" and faults else Counter[str]()
+    wanted: dict[Key, BadHosts | None] = {}
+    for space, had in told.items():
+        before = {host for one in had.values() if one is not None for host in one.hosts}
+        found = scores.bad(space, before, MOST)
+        avoid = to_avoid(found, known[space], policy)
+        differ = [key for key, one in had.items() if _differ(one, found, avoid)]
+        if differ:  # the words are made for few
+            wanted |= dict.fromkeys(differ, _in_words(found, avoid) if found else None)
+    return wanted
+
+
+def _known_hosts(jobs: Iterable[Obj]) -> Counter[str]:
+    """Return how many hosts each namespace knows: its own, and those that two others name.
+
+    So no other namespace alone can raise the number, whatever it writes.
+    """
+    own: dict[str, set[str]] = {}
+    for job in jobs:
+        training = (job.get("status") or {}).get("training") or {}
+        named = (*(training.get("nodes") or ()), *(training.get("hostFaults") or ()))
+        hosts = (one.get("host") for one in named if isinstance(one, Mapping))
+        own.setdefault(job["metadata"]["namespace"], set()).update(filter(_is_name, hosts))
+    namers = Counter(chain.from_iterable(own.values()))
+    shared = {host for host, number in namers.items() if number > 1}
+    return Counter({s: len(hosts) + len(shared) - len(hosts & shared) for s, hosts in own.items()})
 
 
 def _in_words(found: Sequence[HostRecord], avoid: list[str]) -> BadHosts:
@@ -84,11 +94,11 @@ def _in_words(found: Sequence[HostRecord], avoid: list[str]) -> BadHosts:
     return BadHosts(hosts=[r.name for r in found], avoid=avoid, reason=reason[:4096])
 
 
-def _differ(present: BadHosts | None, wanted: BadHosts | None) -> bool:
+def _differ(present: BadHosts | None, found: Sequence[HostRecord], avoid: list[str]) -> bool:
     """Return whether other hosts are bad, or something else follows; another reason is none."""
-    if present is None or wanted is None:
-        return present is not wanted
-    return [set(present.hosts), set(present.avoid)] != [set(wanted.hosts), set(wanted.avoid)]
+    if present is None or not found:
+        return present is not None or bool(found)
+    return [set(present.hosts), set(present.avoid)] != [{r.name for r in found}, set(avoid)]
 
 
 def _runs_here(job: Obj) -> bool:
@@ -106,14 +116,16 @@ def _faults(training: Mapping[str, Obj]) -> Iterable[HostFault]:
             yield found
 
 
-def _is_name(host: object) -> bool:
+def _is_name(host: object) -> TypeGuard[str]:
     """Return whether this may be the name of a Node: Pods with another one would be refused."""
     return isinstance(host, str) and len(host) <= 253 and bool(_HOST.fullmatch(host))
 
 
 def _bad_hosts(status: Obj) -> BadHosts | None:
     """Return the bad hosts in the status of a job; None if there are none of this form."""
+    if status.get("badHosts") is None:
+        return None
     try:
-        return BadHosts.model_validate(status.get("badHosts"))
+        return BadHosts.model_validate(status["badHosts"])
     except ValidationError:
         return None

@@ -5,6 +5,7 @@ tests/unit/test_bad_hosts.py has what is decided.
 
 import asyncio
 import json
+import time
 from functools import partial
 
 import pytest
@@ -66,7 +67,8 @@ async def test_all_jobs_are_told_of_a_host_that_failed_two(bed: Bed) -> None:
 
 async def test_the_failed_hosts_are_shown(place: Place) -> None:
     async with FakeCluster() as cluster:
-        for name, at in (("a", "2026-01-01T00:00:00Z"), ("b", "2026-01-02T00:00:00Z")):
+        now = rfc3339(time.time())
+        for name, at in (("a", now), ("b", now)):
             fault = {"host": "h1", "at": at, "kind": "hardware"}
             document = job_file(2)
             document["metadata"] = {"name": name, "namespace": "default"}
@@ -92,6 +94,9 @@ async def test_the_failed_hosts_are_shown(place: Place) -> None:
 
         (line,) = (await shown()).splitlines()
         assert line.split()[0] == "h1"
-        assert line.endswith("2 hardware in 2 jobs  avoided")
-        (row,) = json.loads(await shown("--json"))
-        assert (row["host"], row["jobs"], row["bad"], row["avoided"]) == ("h1", 2, True, True)
+        assert line.endswith("2 hardware in 2 jobs  bad for default; avoided for default")
+        for flags, score in (((), 2.0), (("-n", "other"), 1.0)):
+            (row,) = json.loads(await shown("--json", *flags))
+            assert (row["host"], row["jobs"]) == ("h1", 2)
+            assert (row["badFor"], row["avoidedFor"]) == (["default"], ["default"])
+            assert row["score"] == pytest.approx(score, abs=0.1), "jobs of others count as one"

@@ -1,14 +1,24 @@
 """Hosts that fail in several jobs: what is noted, counted, told and avoided."""
 
 import json
-from typing import Any
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dlrover_operator.host_watch import decide
-from dlrover_py.bad_hosts import HostPolicy, bad_hosts, host_records, to_avoid
+from dlrover_py.bad_hosts import (
+    AHEAD_S,
+    WEIGHTS,
+    HostPolicy,
+    HostRecord,
+    HostScores,
+    bad_hosts,
+    to_avoid,
+)
 from dlrover_py.master.core.events import JobChanged, NodeSeen
 from dlrover_py.protocol.agents import (
     Confidence,
@@ -24,6 +34,7 @@ from dlrover_py.protocol.names import NodeId
 from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.status import HostFault
 from tests.builders import Bench, elastic_job, job_file, running
+from tests.unit.test_scale import FLAT, work
 
 POLICY = HostPolicy()
 DAY = POLICY.half_life_s
@@ -38,6 +49,10 @@ OF_JOBS = st.dictionaries(st.sampled_from("abcd"), st.lists(FAULTS, max_size=32)
 NOW = st.floats(0, 20 * DAY)
 
 
+def records_of(faults: dict[str, list[HostFault]], now: float) -> list[HostRecord]:
+    return HostScores({"default": faults}, now, POLICY).records("default")
+
+
 def fault(host: str, at: float = 0.0, kind: HostFaultKind = HostFaultKind.HARDWARE) -> HostFault:
     return HostFault(host=host, at=at, kind=kind)
 
@@ -49,7 +64,7 @@ def fault(host: str, at: float = 0.0, kind: HostFaultKind = HostFaultKind.HARDWA
 def test_few_hosts_are_avoided_and_those_with_the_highest_scores(
     faults: dict[str, list[HostFault]], now: float, hosts: int, before: set[str]
 ) -> None:
-    records = host_records(faults, now, POLICY)
+    records = records_of(faults, now)
     found = bad_hosts(records, before, POLICY)
     assert all(record.score >= POLICY.over * POLICY.limit for record in found)
     assert all(len(record.jobs) > 1 for record in found)
@@ -63,7 +78,7 @@ def test_few_hosts_are_avoided_and_those_with_the_highest_scores(
 
 @given(st.lists(FAULTS, max_size=100), NOW)
 def test_no_job_alone_makes_a_host_bad(faults: list[HostFault], now: float) -> None:
-    records = host_records({"a": faults}, now, POLICY)
+    records = records_of({"a": faults}, now)
     assert not bad_hosts(records, {fault.host for fault in faults}, POLICY)
 
 
@@ -72,8 +87,8 @@ def test_scores_fall_with_time(
     faults: dict[str, list[HostFault]], now: float, later: float
 ) -> None:
     now = max([now, *(one.at for of_job in faults.values() for one in of_job)])
-    first = {r.name: r.score for r in host_records(faults, now, POLICY)}
-    then = {r.name: r.score for r in host_records(faults, now + later, POLICY)}
+    first = {r.name: r.score for r in records_of(faults, now)}
+    then = {r.name: r.score for r in records_of(faults, now + later)}
     assert first.keys() == then.keys()
     assert all(then[name] <= score + 1e-9 for name, score in first.items())
 
@@ -82,7 +97,7 @@ def test_two_jobs_with_failed_devices_make_a_host_bad_for_most_of_a_day() -> Non
     faults = {"a": [fault("h1")], "b": [fault("h1"), fault("h2"), fault("h2")]}
 
     def bad(now: float, *before: str) -> list[str]:
-        return [r.name for r in bad_hosts(host_records(faults, now, POLICY), before, POLICY)]
+        return [r.name for r in bad_hosts(records_of(faults, now), before, POLICY)]
 
     assert bad(0.0) == ["h1"]
     assert bad(0.4 * DAY) == ["h1"]
@@ -151,6 +166,20 @@ def test_a_namespace_alone_makes_no_host_bad_for_the_jobs_of_others() -> None:
     assert told.reason.startswith("hosts have failed in several jobs: h7 (10 hardware in 10 jobs)")
 
 
+@pytest.mark.parametrize("invented", [0, 100])
+def test_a_namespace_alone_cannot_raise_the_number_of_hosts(invented: int) -> None:
+    """Of fewer than ten hosts none is avoided, whatever another namespace writes."""
+    mine = obj("m", fault("h1"), nodes=4, space="m")
+    theirs = obj("t", fault("h1"), nodes=invented, space="t")
+    told = decide([mine, theirs], "act", 0.0)["m", "m"]
+    assert told is not None
+    assert (told.hosts, told.avoid) == (["h1"], [])
+    more = obj("u", nodes=invented, space="u")
+    told = decide([mine, theirs, more], "act", 0.0)["m", "m"]
+    assert told is not None
+    assert told.avoid == (["h1"] if invented else []), "two namespaces are believed"
+
+
 def test_a_small_cluster_loses_no_host() -> None:
     jobs = [obj(name, fault("h1"), nodes=9) for name in "ab"]
     told = decide(jobs, "act", 0.0)["default", "a"]
@@ -182,6 +211,110 @@ def test_what_an_ended_job_was_told_keeps_no_host_bad() -> None:
     jobs[0]["status"]["badHosts"] = {"hosts": ["h1"], "avoid": [], "reason": "x"}
     later = next(at for at in range(0, int(3 * DAY), 600) if not decide(bad_objects(), "tell", at))
     assert not decide(jobs, "tell", later)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job, as far as the decision is concerned."""
+
+    space: str
+    faults: list[HostFault]
+    nodes: set[str]
+    before: set[str]
+    ended: bool
+
+    def made(self, name: str) -> dict[str, Any]:
+        made = obj(name, *self.faults, space=self.space)
+        made["status"]["training"]["nodes"] = [{"host": host} for host in self.nodes]
+        if self.before:
+            made["status"]["badHosts"] = {"hosts": sorted(self.before)}
+        if self.ended:
+            made["status"]["conditions"] = [{"type": "Failed", "status": "True"}]
+        return made
+
+
+CASES = st.lists(
+    st.builds(
+        Case,
+        space=st.sampled_from("mtuv"),
+        faults=st.lists(
+            st.builds(
+                fault,
+                st.sampled_from(NAMES[:3]),
+                st.floats(0, DAY),
+                st.sampled_from(HostFaultKind),
+            ),
+            max_size=4,
+        ),
+        nodes=st.sets(st.sampled_from(NAMES)),
+        before=st.sets(st.sampled_from(NAMES)),
+        ended=st.booleans(),
+    ),
+    max_size=8,
+)
+
+
+def defined(cases: list[Case], space: str, now: float) -> tuple[list[str], list[str]]:
+    """The bad hosts of a namespace and those to avoid, one namespace after the other."""
+    worth, namers = defaultdict[tuple[str, str], float](float), dict[str, set[str]]()
+    for number, case in enumerate(cases):
+        source = f"job {number}" if case.space == space else case.space
+        for host in case.nodes | {one.host for one in case.faults}:
+            namers.setdefault(host, set()).add(case.space)
+        for one in case.faults:
+            if one.at <= now + AHEAD_S:
+                age = max(0.0, now - one.at) / DAY
+                worth[one.host, source] += WEIGHTS[one.kind] * 0.5**age
+    before = {h for c in cases if c.space == space and not c.ended for h in c.before}
+    score = defaultdict[str, float](float)
+    for (host, _), value in worth.items():
+        score[host] += min(value, 1.0)
+    bad = [h for h in score if round(score[h], 9) >= (1.125 if h in before else 1.5)]
+    bad.sort(key=lambda host: (-round(score[host], 9), host))
+    known = [host for host, who in namers.items() if space in who or len(who) > 1]
+    return bad, bad[: len(known) // 2]
+
+
+@given(CASES, st.floats(0, DAY))
+@example([Case(s, [fault("h1")], {f"{s}2", f"{s}3"}, set(), False) for s in "mtu"], 0.0)
+def test_each_namespace_gets_what_is_defined(cases: list[Case], now: float) -> None:
+    found = decide(
+        [case.made(f"j{i}") for i, case in enumerate(cases)], "act", now, HostPolicy(share=0.5)
+    )
+    for i, case in enumerate(cases):
+        bad, avoid = defined(cases, case.space, now)
+        told = found.get((case.space, f"j{i}"))
+        if told is not None:
+            assert (told.hosts, told.avoid) == (bad, avoid)
+        elif case.ended or (case.space, f"j{i}") not in found:
+            same = (case.before, set[str]()) == (set(bad), set(avoid))
+            assert case.ended or same, "it has what it would be told"
+        else:
+            assert case.before
+            assert not bad
+
+
+def spread(jobs: int, spaces: int) -> list[dict[str, Any]]:
+    """Jobs in so many namespaces. Five hosts fail in all, each other one in a single job."""
+    return [
+        obj(f"j{i}", fault(f"h{i}"), fault(f"bad{i % 5}"), nodes=4, space=f"s{i % spaces}")
+        for i in range(jobs)
+    ]
+
+
+@pytest.mark.parametrize("mode", ["off", "tell", "act"])
+def test_the_cost_does_not_grow_with_faults_times_namespaces(
+    mode: Literal["off", "tell", "act"],
+) -> None:
+    def cost(jobs: int, spaces: int, mode: Literal["off", "tell", "act"] = mode) -> int:
+        """Bytecodes of the decision."""
+        objects = spread(jobs, spaces)
+        return work(lambda: decide(objects, mode, 0.0), ("/bad_hosts.py", "host_watch.py"))
+
+    assert cost(800, 400) <= FLAT * 8 * cost(100, 50)
+    assert cost(200, 100) <= FLAT * 2 * cost(200, 1)
+    if mode == "off":
+        assert cost(200, 100) <= 0.5 * cost(200, 100, "tell")
 
 
 # --- What a master notes, and does ---

@@ -163,6 +163,32 @@ def test_a_node_that_comes_back_is_not_lost(again: str) -> None:
     assert (n1.since - AT, n1.until - AT, n1.lost) == (1, 20, False)
 
 
+def test_a_node_that_comes_back_with_many_others_is_not_lost() -> None:
+    """The event of all that joined names 16 of them; the status has the others."""
+    job = told(JobPhase.RUNNING)
+    nodes = [job.nodes[0].model_copy(update={"id": f"n{i}"}) for i in range(20)]
+    named = ", ".join(f"n{i}" for i in range(16))
+    story = [
+        *(event(i, "NodeLost", 10, f"node n{i} was {LOST}", node=f"n{i}") for i in range(21)),
+        event(30, "NodeJoined", 12, f"20 nodes joined: {named} and 4 more"),
+    ]
+    found = node_timelines(job.model_copy(update={"nodes": nodes}), story, AT + 15)
+    assert [lane.node for lane in found if lane.lost] == ["n20"]
+    assert {lane.until - AT for lane in found if not lane.lost} == {15}
+
+
+def test_a_cluster_tells_of_a_new_agent_only_in_words() -> None:
+    words = "node n1 has a new agent process (incarnation 2)"
+    (n1,) = [
+        lane
+        for lane in node_timelines(
+            told(), with_node_and_round([*STORY, event(11, "NodeRestarted", 16, words)]), AT + 99
+        )
+        if lane.node == "n1"
+    ]
+    assert not n1.lost
+
+
 def test_a_cluster_that_keeps_only_words_tells_the_same() -> None:
     bare = [e.model_copy(update={"node": None, "round": None}) for e in STORY]
     assert [(e.node, e.round) for e in with_node_and_round(bare)][5:7] == [("n1", None), (None, 2)]
