@@ -13,7 +13,7 @@ from dlrover_operator.settings import Settings as OperatorSettings
 from dlrover_py.master.core.nodes import Node
 from dlrover_py.master.core.rendezvous import CandidateNode, arrange
 from dlrover_py.master.core.topology import Domain, grouped, in_words, kept
-from dlrover_py.master.platform.kubernetes.pods import misplaced, view
+from dlrover_py.master.platform.kubernetes.pods import PodView, misplaced, view
 from dlrover_py.protocol.agents import MAX_LEVELS, AgentReport, Offer
 from dlrover_py.protocol.autoscale import PodPlace
 from dlrover_py.protocol.errors import ConfigError
@@ -223,13 +223,16 @@ def test_the_variable_and_the_report_agree() -> None:
 
 
 def test_of_the_pods_of_one_flavor_a_rack_goes_first() -> None:
-    def pod(number: int, rack: str, place: str = "spot") -> dict[str, Any]:
-        labels = {LABEL_PLACEMENT: place, "rack": rack}
-        return {"metadata": {"name": f"x-n{number}", "labels": labels}, "spec": {}}
+    def pod(number: int, rack: str, place: str = "spot") -> PodView:
+        meta = {"name": f"x-n{number}", "labels": {LABEL_PLACEMENT: place, "rack": rack}}
+        if not rack:  # it is pending
+            return view({"metadata": meta, "spec": {"containers": [{"name": "main"}]}}, ["rack"])
+        spec = {"containers": [{"name": "main"}], "nodeName": f"host-{number}"}
+        status = {"containerStatuses": [{"name": "main", "state": {"running": {}}}]}
+        return view({"metadata": meta, "spec": spec, "status": status}, ["rack"])
 
-    racks = enumerate(["l", "l", "r", "r", "r"])
-    table = [view(pod(n, rack), ["rack"]) for n, rack in racks]
-    table.append(view(pod(5, "l", "stable"), ["rack"]))
+    table = [pod(n, rack) for n, rack in enumerate("llrrr")]
+    table.append(pod(5, "l", "stable"))
 
     def leave(spot: int) -> list[str]:
         places = [PodPlace(name="spot", nodes=spot), PodPlace(name="stable", nodes=1)]
@@ -239,6 +242,9 @@ def test_of_the_pods_of_one_flavor_a_rack_goes_first() -> None:
     assert leave(2) == ["x-n4", "x-n3", "x-n2"]
     assert leave(0) == ["x-n4", "x-n3", "x-n2", "x-n1", "x-n0"]
     assert leave(6) == []
+    table[:] = [pod(n, rack) for n, rack in enumerate(["l", "l", "", "", "r", ""])]
+    assert leave(4) == ["x-n5", "x-n3"], "those that run are of use to the job"
+    assert leave(2) == ["x-n5", "x-n3", "x-n2", "x-n4"]
 
 
 def job_with(topology: object) -> ElasticJob:
