@@ -1,5 +1,6 @@
 """Nodes that are near each other get neighbouring ranks, and whole domains are given up first."""
 
+from collections.abc import Iterable
 from itertools import combinations, groupby
 from typing import Any
 
@@ -151,10 +152,46 @@ def ranks(now: str, size: int, old: str = "") -> str:
         ("abxyz", "abxyz", 4, "abxy"),
         ("", "abcxyz", 3, "abc"),  # which start is chosen in the same way
         ("", "abxyz", 3, "xyz"),
+        ("abcdwxyz", "wxyev", 4, "wxyv"),  # new nodes are of the racks that are in use
+        ("xy", "xyabvw", 4, "xyvw"),
     ],
 )
 def test_ranks_and_racks(old: str, now: str, size: int, new: str) -> None:
     assert ranks(now, size, old) == new
+
+
+@given(st.lists(domains, max_size=3), st.lists(domains, max_size=7), st.integers(1, 7))
+def test_new_nodes_bring_as_few_domains_as_can_be(
+    stay: list[Domain], fresh: list[Domain], size: int
+) -> None:
+    size = max(len(stay), min(size, len(stay) + len(fresh)))
+    places = [(NodeId(f"n{n}"), (*place, "host")) for n, place in enumerate([*stay, *fresh])]
+    candidates = [CandidateNode(node, 1, 1, topology) for node, topology in places]
+    found = {m.node for m in arrange(candidates, size, places[: len(stay)])} if size else set()
+    assert found >= {node for node, _ in places[: len(stay)]}
+
+    def widest(nodes: Iterable[NodeId]) -> int:
+        return len({prefixes(dict(places)[node][:-1])[0] for node in nodes})
+
+    of_all = combinations([node for node, _ in places[len(stay) :]], size - len(stay))
+    staying = [node for node, _ in places[: len(stay)]]
+    assert widest(found) == min(widest([*staying, *some]) for some in of_all)
+
+
+def test_a_label_that_comes_late_moves_no_rank() -> None:
+    def place(node: str, rack: str) -> tuple[str, ...]:
+        return ("zone", rack, f"host-{node}")
+
+    racks = {"n0": "l", "n1": "l", "n2": "r", "n3": "r"}
+    before = [(NodeId(n), place(n, racks[n])) for n in ("n0", "n1", "n2", "n3")]
+    there = [CandidateNode(n, 1, 1, topology) for n, topology in before[1:]]
+    for known in (("", "", "host-n8"), ("zone", "", "host-n8"), ()):
+        unknown = CandidateNode(NodeId("n8"), 1, 1, known)
+        members = arrange([*there, unknown], 4, before)
+        assert [m.node for m in members] == ["n8", "n1", "n2", "n3"]
+    elsewhere = CandidateNode(NodeId("n8"), 1, 1, place("n8", "r"))
+    members = arrange([*there, elsewhere], 4, before)
+    assert [m.node for m in members] == ["n1", "n8", "n2", "n3"]
 
 
 def test_how_a_domain_is_written() -> None:
