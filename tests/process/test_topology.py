@@ -104,7 +104,10 @@ async def test_labels_of_hosts_reach_the_master_by_its_pods(bed: Bed) -> None:
     cluster.put(NODES, {"metadata": {"name": "h2"}})
     cluster.put(PODS, pod("x-n0", uid, "h1"))
     cluster.put(PODS, pod("x-n1", uid, "h2"))
-    cluster.put(PODS, pod("foreign", uid, "h1") | {"metadata": {"name": "foreign"}})
+    foreign = pod("foreign", uid, "h1")
+    del foreign["metadata"]["ownerReferences"]
+    cluster.put(PODS, foreign)
+    cluster.put(PODS, pod("ended", uid, "h1") | {"status": {"phase": "Succeeded"}})
     features = Features(host_labels=(ZONE, RACK))
     operator = OpenOperator(kube, OPTIONS, features=features)
     running = asyncio.create_task(operator.run())
@@ -120,7 +123,9 @@ async def test_labels_of_hosts_reach_the_master_by_its_pods(bed: Bed) -> None:
         await until(lambda: topology("x-n0") == ("z", "r2", "h1"), "on each of its Pods")
         held = cluster.one(PODS, "x-n0") or {}
         assert "other/label" not in held["metadata"]["labels"]
-        assert "labels" not in (cluster.one(PODS, "foreign") or {})["metadata"]
+        for name in ("foreign", "ended"):
+            held = cluster.one(PODS, name) or {}
+            assert held["metadata"]["labels"][RACK] == "of the template"
     finally:
         running.cancel()
         await asyncio.wait([running])

@@ -19,7 +19,7 @@ from dlrover_py.protocol.agents import MAX_LEVELS, AgentReport, Offer
 from dlrover_py.protocol.autoscale import PodPlace
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import ElasticJob
-from dlrover_py.protocol.names import LABEL_PLACEMENT, NodeId
+from dlrover_py.protocol.names import KIND, LABEL_PLACEMENT, NodeId
 from tests.builders import Bench, elastic_job, job_file, running
 
 names = st.sampled_from(["", "a", "b", "c"])
@@ -309,8 +309,16 @@ def test_labels_that_the_operator_does_not_copy(label: str, capsys: Any) -> None
 def test_labels_that_the_operator_copies() -> None:
     twice = ["--host-label=a.b/c", "--host-label=a.b/d", "--host-label=a.b/c"]
     assert OperatorSettings.parse(["--master-image=m", *twice]).host_labels == ("a.b/c", "a.b/d")
-    pod = {"metadata": {"uid": "u", "labels": {"a.b/c": "1", "x/y": "2"}}, "status": {}}
-    assert LabelledPod.of(pod, ("a.b/c",)) == ("u", "", {"a.b/c": "1"}), "it belongs to no job"
+    owned = [{"kind": KIND, "name": "x", "uid": "j", "controller": True}]
+    for owners, phase, host in (
+        (owned, "Running", "h"),
+        (owned, "Succeeded", ""),
+        (owned, "Failed", ""),
+        ([], "Running", ""),  # it belongs to no job
+    ):
+        meta = {"uid": "u", "labels": {"a.b/c": "1", "x/y": "2"}, "ownerReferences": owners}
+        pod = {"metadata": meta, "spec": {"nodeName": "h"}, "status": {"phase": phase}}
+        assert LabelledPod.of(pod, ("a.b/c",)) == ("u", host, {"a.b/c": "1"})
     seen = LabelledPod("u", "h", {"a.b/c": "1", "a.b/d": "2"})
     assert missing(seen, {"h": {"a.b/c": "1", "a.b/d": "3"}}) == {"a.b/d": "3"}
     assert missing(seen, {"h": {"a.b/c": "1"}}) == missing(seen, {}) == {}

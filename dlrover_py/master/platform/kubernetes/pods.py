@@ -354,7 +354,7 @@ def misplaced(placements: Sequence[PodPlace], table: Iterable[PodView]) -> list[
     places = {place.name: place.nodes for place in placements}
     if len(places) <= 1 and all(seen.placement in places or not places for seen in holding):
         return []
-    found = []
+    found: list[PodView] = []
     for name in sorted({seen.placement for seen in holding}):
         here = [seen for seen in holding if seen.placement == name]
         staying = [seen for seen in here if not seen.leaving]
