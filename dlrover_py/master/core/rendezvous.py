@@ -257,9 +257,11 @@ def _needed(
     """
     near: list[CandidateNode] = []
     pool = list(spare)
-    for level in range(1, max(map(len, in_use), default=0) + 1):
-        prefixes = {domain[:level] for domain in in_use}
-        inside = [c for c in pool if c.domain[:level] in prefixes]
+    depth = max(map(len, [*in_use, *(c.domain for c in spare)]), default=0)
+    unknown = ("",) * depth
+    for level in range(1, depth + 1):
+        prefixes = {(domain + unknown)[:level] for domain in in_use}
+        inside = [c for c in pool if (c.domain + unknown)[:level] in prefixes]
         if len(inside) < count:
             near = inside
             break
