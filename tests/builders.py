@@ -917,7 +917,9 @@ class Bench:
         assert offer not in self._offers | self._check_offers, "an offer is for one round"
         self._offers.add(offer)
         domains = {n: job.live.nodes[n].domain for n in nodes}
-        runs = [domain for domain, _ in groupby(domains[n] for n in nodes)]
+        # A new node of which nothing is known is in the domain of the lost one, whichever that is.
+        ranked = [domains[n] for n in nodes if any(domains[n]) or n in self._domains]
+        runs = [domain for domain, _ in groupby(ranked)]
         assert len(runs) == len(set(runs)), "nodes of one domain have neighbouring ranks"
         if before is not None:
             old = [m.node for m in before.members]

@@ -5,6 +5,7 @@ its Pods by itself, from Kubernetes 1.35 on. The operator does the same with oth
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, Self
@@ -16,16 +17,21 @@ from dlrover_py.kubernetes.client import KubeClient
 from dlrover_py.kubernetes.errors import ConflictError, KubeError, NotFoundError
 from dlrover_py.kubernetes.kinds import NODES, PODS, Kind
 from dlrover_py.pacing import Backoff
-from dlrover_py.protocol.errors import TransientError
 
 log = logging.getLogger("operator")
 
-RETRY = Backoff(first_s=1.0, most_s=60.0, jitter=0.3)
-"""First and longest delay in seconds before a retry after a failed write."""
+RETRY = Backoff(first_s=1.0, most_s=300.0, jitter=0.3)
+"""First and longest delay in seconds before a refused write of one Pod is tried again."""
+PAUSE = Backoff(first_s=1.0, most_s=60.0, jitter=0.3)
+"""First and longest delay in seconds before any write, while the server refuses each of them."""
+REFUSES_EACH = (0, 401, 429)
+"""Status codes after which the next write would end in the same way; 0: there is no answer."""
 AFTER_S = 0.5
 """Seconds after a change until labels are copied, with all changes in between."""
-MOST_REFUSED = 100
-"""Number of refused writes after which the others wait for the retry."""
+AT_ONCE = 8
+"""Largest number of writes at the same time."""
+PASS_S = 5.0
+"""Seconds after which further writes wait for a new look at what is due."""
 
 
 class LabelledPod(NamedTuple):
@@ -44,6 +50,14 @@ class LabelledPod(NamedTuple):
         over = (obj.get("status") or {}).get("phase") in ("Succeeded", "Failed")
         host = (obj.get("spec") or {}).get("nodeName") or ""
         return cls(meta["uid"], host if owner(meta) and not over else "", _only(obj, labels))
+
+
+class Write(NamedTuple):
+    """Labels that a Pod lacks."""
+
+    key: Key
+    uid: str
+    labels: Mapping[str, str]
 
 
 def missing(pod: LabelledPod, hosts: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
@@ -72,6 +86,8 @@ class HostLabels:
         """
         self._api, self._labels, self._scopes = api, labels, scopes
         self._changed = asyncio.Event()
+        self._refused: dict[str, tuple[int, float]] = {}
+        """Number of refusals in a row, and time of the next try, by the uid of a Pod."""
         self._views = Views(api, changed=self._changed.set, failed=failed)
 
     async def follow(self) -> None:
@@ -93,38 +109,70 @@ class HostLabels:
             tasks.create_task(self._copy())
 
     async def _copy(self) -> None:
-        """Write labels after each change, one Pod after the other, indefinitely."""
-        failures = 0
+        """Write labels after each change, and again after each refusal, indefinitely."""
+        pauses = 0
         while True:
-            await self._changed.wait()
-            await asyncio.sleep(RETRY.delay_s(failures - 1) if failures else AFTER_S)
+            retry_at = min((at for _, at in self._refused.values()), default=None)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(retry_at):
+                    await self._changed.wait()
+            await asyncio.sleep(PAUSE.delay_s(pauses - 1) if pauses else AFTER_S)
             self._changed.clear()
-            hosts = {name: labels for (_, name), labels in self._views.items(NODES)}
-            refused: list[KubeError] = []
-            for key, pod in list(self._views.items(PODS)):
-                labels = missing(pod, hosts)
-                failure = await self._write(key, pod.uid, labels) if labels else None
-                if failure is not None:
-                    refused.append(failure)
-                    if isinstance(failure, TransientError) or len(refused) == MOST_REFUSED:
-                        break  # the next call would end in the same way
-            if refused and not failures:
-                log.warning("host_labels_not_copied", extra={"why": str(refused[0])})
-            if refused:
+            due = self._due()
+            known = set(self._refused)
+            async with asyncio.TaskGroup() as tasks:
+                writers = [tasks.create_task(self._write(due)) for _ in range(AT_ONCE)]
+            answers = [answer for writer in writers for answer in writer.result()]
+            refusals = [answer for answer in answers if answer is not None]
+            if self._refused.keys() - known and not pauses:
+                fields = {"why": str(refusals[0]), "pods": len(self._refused)}
+                log.warning("host_labels_not_copied", extra=fields)
+            stopped = any(refusal.status in REFUSES_EACH for refusal in refusals)
+            pauses = (1 if None in answers else pauses + 1) if stopped else 0
+            if due or stopped:
                 self._changed.set()
-            failures = failures + 1 if refused else 0
 
-    async def _write(self, key: Key, uid: str, labels: Mapping[str, str]) -> KubeError | None:
-        """Write labels of one Pod, unless it is gone; return the error if the server refuses."""
-        namespace, name = key
-        patch = {"metadata": {"uid": uid, "labels": labels}}
-        try:
-            await self._api.patch(PODS, name, patch, namespace)
-        except (NotFoundError, ConflictError):
-            pass  # it has gone meanwhile, and another one may have its name
-        except KubeError as error:
-            return error
-        return None
+    def _due(self) -> list[Write]:
+        """Return what to write now; the Pods that were refused least often are the last ones."""
+        hosts = {name: labels for (_, name), labels in self._views.items(NODES)}
+        lacking = [
+            Write(key, pod.uid, labels)
+            for key, pod in self._views.items(PODS)
+            if (labels := missing(pod, hosts))
+        ]
+        self._refused = {w.uid: self._refused[w.uid] for w in lacking if w.uid in self._refused}
+        now, never = asyncio.get_running_loop().time(), (0, 0.0)
+        due = [w for w in lacking if self._refused.get(w.uid, never)[1] <= now]
+        return sorted(due, key=lambda w: self._refused.get(w.uid, never), reverse=True)
+
+    async def _write(self, due: list[Write]) -> list[KubeError | None]:
+        """Take writes from the end of the list, one after the other, for a few seconds.
+
+        The list is cleared if the server refuses each write.
+
+        Returns:
+            The answers; None for a write that was done, or whose Pod is gone.
+        """
+        now = asyncio.get_running_loop().time
+        until, answers = now() + PASS_S, list[KubeError | None]()
+        while due and now() < until:
+            (namespace, name), uid, labels = due.pop()
+            patch = {"metadata": {"uid": uid, "labels": labels}}
+            answer = None
+            try:
+                await self._api.patch(PODS, name, patch, namespace)
+            except (NotFoundError, ConflictError):
+                pass  # it has gone meanwhile, and another one may have its name
+            except KubeError as error:
+                answer = error
+                times, _ = self._refused.get(uid, (0, 0.0))
+                self._refused[uid] = times + 1, now() + RETRY.delay_s(times)
+                if error.status in REFUSES_EACH:
+                    due.clear()
+            else:
+                self._refused.pop(uid, None)
+            answers.append(answer)
+        return answers
 
 
 def _only(obj: Obj, labels: Iterable[str]) -> dict[str, str]:

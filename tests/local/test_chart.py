@@ -304,6 +304,19 @@ def test_only_who_shares_hosts_by_labels_may_read_all_hosts() -> None:
     assert of_kind(given, "ClusterRole") == []
 
 
+def test_labels_of_hosts_arrive_with_two_rights_more() -> None:
+    labels = ["topology.kubernetes.io/zone", "a.b/rack"]
+    objects = rendered({"topology": {"hostLabels": labels}})
+    (container,) = operator(objects)["spec"]["containers"]
+    assert settings.Settings.parse(container["args"]).host_labels == tuple(labels)
+
+    def rights(objects: list[Obj]) -> set[tuple[str, str, str]]:
+        return set().union(*(flat(role["rules"]) for role in of_kind(objects, "ClusterRole")))
+
+    more = {("", "nodes", "list"), ("", "nodes", "watch"), ("", "pods", "patch")}
+    assert rights(objects) - rights(rendered({})) == more
+
+
 def test_the_pod_gets_what_is_asked_for() -> None:
     objects = rendered(FULL)
     pod = operator(objects)
@@ -397,6 +410,8 @@ def test_a_namespaced_install_touches_nothing_of_the_cluster() -> None:
         ({"metrics": {"serviceMonitor": {"interval": "often"}}}, "interval"),
         ({"metrics": {"prometheusRule": {"leaveOut": ["Watchdog"]}}}, "leaveOut"),
         ({"crds": {"enabled": "yes"}}, "crds"),
+        ({"topology": {"hostLabels": ["rack"]}}, "hostLabels"),
+        ({"topology": {"hostLabels": ["elasticjob.dlrover/name"]}}, "hostLabels"),
         ({"allocator": {"slot": {"g/gpu": "four"}}}, "slot"),
         ({"allocator": {"enabled": True}}, "needs allocator.capacity or allocator.nodeSelector"),
         ({"allocator": {"enabled": True, "capacity": 6, "slot": {"cpu": "1"}}}, "stands alone"),

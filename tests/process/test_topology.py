@@ -2,9 +2,11 @@
 
 import asyncio
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 
+from dlrover_operator.host_labels import AFTER_S, AT_ONCE
 from dlrover_operator.loop import Features
 from dlrover_py.kubernetes.kinds import ELASTICJOBS, NODES, PODS, Obj
 from dlrover_py.master.core.events import NodeSeen
@@ -102,7 +104,10 @@ async def test_labels_of_hosts_reach_the_master_by_its_pods(bed: Bed) -> None:
     cluster.put(NODES, {"metadata": {"name": "h2"}})
     cluster.put(PODS, pod("x-n0", uid, "h1"))
     cluster.put(PODS, pod("x-n1", uid, "h2"))
-    cluster.put(PODS, pod("foreign", uid, "h1") | {"metadata": {"name": "foreign"}})
+    foreign = pod("foreign", uid, "h1")
+    del foreign["metadata"]["ownerReferences"]
+    cluster.put(PODS, foreign)
+    cluster.put(PODS, pod("ended", uid, "h1") | {"status": {"phase": "Succeeded"}})
     features = Features(host_labels=(ZONE, RACK))
     operator = OpenOperator(kube, OPTIONS, features=features)
     running = asyncio.create_task(operator.run())
@@ -118,7 +123,68 @@ async def test_labels_of_hosts_reach_the_master_by_its_pods(bed: Bed) -> None:
         await until(lambda: topology("x-n0") == ("z", "r2", "h1"), "on each of its Pods")
         held = cluster.one(PODS, "x-n0") or {}
         assert "other/label" not in held["metadata"]["labels"]
-        assert "labels" not in (cluster.one(PODS, "foreign") or {})["metadata"]
+        for name in ("foreign", "ended"):
+            held = cluster.one(PODS, name) or {}
+            assert held["metadata"]["labels"][RACK] == "of the template"
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+
+
+@pytest.mark.parametrize("code", [403, 500])
+async def test_refused_pods_keep_no_other_from_its_labels(bed: Bed, code: int) -> None:
+    """Some of them are refused, as by the webhook of a namespace, and wait alone."""
+    cluster, kube = bed
+    uid = cluster.put(ELASTICJOBS, test_operator.job())["metadata"]["uid"]
+    cluster.put(NODES, {"metadata": {"name": "h1", "labels": {RACK: "r1"}}})
+    for n in range(100):
+        cluster.put(PODS, pod(f"x-n{n}", uid, "h1"))
+    cluster.put(PODS, pod("y-n0", uid, "h1"))
+    fault = cluster.fail(code, times=10**6, method="PATCH", path="/pods/x-")
+
+    def rack(name: str) -> object:
+        return (cluster.one(PODS, name) or {})["metadata"]["labels"][RACK]
+
+    def tries() -> int:
+        return sum(c.method == "PATCH" and c.path.endswith("/pods/x-n99") for c in cluster.calls)
+
+    operator = OpenOperator(kube, OPTIONS, features=Features(host_labels=(RACK,)))
+    running = asyncio.create_task(operator.run())
+    try:
+        await until(lambda: rack("y-n0") == "r1", "its labels")
+        await until(lambda: tries() == 4, "delays of some seconds")
+        cluster.put(PODS, pod("y-n1", uid, "h1"))
+        await until(lambda: rack("y-n1") == "r1", "a later Pod")
+        assert tries() == 4, "it waits for no other"
+        fault.times = 0
+        await until(lambda: {rack(f"x-n{n}") for n in range(100)} == {"r1"}, "all others")
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+
+
+async def test_a_server_that_refuses_each_write_is_left_in_peace(bed: Bed) -> None:
+    cluster, kube = bed
+    uid = cluster.put(ELASTICJOBS, test_operator.job())["metadata"]["uid"]
+    cluster.put(NODES, {"metadata": {"name": "h1", "labels": {RACK: "r1"}}})
+    for n in range(100):
+        cluster.put(PODS, pod(f"x-n{n}", uid, "h1"))
+    fault = cluster.fail(429, times=10**6, method="PATCH", path="/pods/")
+
+    def writes() -> list[float]:
+        return [c.at for c in cluster.calls if c.method == "PATCH" and "/pods/" in c.path]
+
+    def labelled() -> int:
+        return sum(p["metadata"]["labels"][RACK] == "r1" for p in cluster.all(PODS))
+
+    operator = OpenOperator(kube, OPTIONS, features=Features(host_labels=(RACK,)))
+    running = asyncio.create_task(operator.run())
+    try:
+        await until(lambda: len(writes()) >= AT_ONCE, "some writes")
+        fault.times = 0
+        await until(lambda: labelled() == 100, "all labels")
+        pauses = [n for n, (a, b) in enumerate(pairwise(writes()), 1) if b - a > AFTER_S]
+        assert pauses[0] == AT_ONCE
     finally:
         running.cancel()
         await asyncio.wait([running])

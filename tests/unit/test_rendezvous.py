@@ -97,8 +97,9 @@ def test_ranks_are_stable(old: str, now: str, size: int, new: str) -> None:
 
 
 def test_a_lost_node_is_replaced_by_its_nearest() -> None:
-    zones = {"a": "z1", "b": "z2", "c": "z1", "x": "z1", "y": "z2"}
-    assert ranks("abc", "acxy", 3, zones) == "ayc"
+    zones = {"a": "z1", "b": "z2", "c": "z1", "d": "z1", "x": "z1", "y": "z2"}
+    assert ranks("abcd", "acxy", 4, zones) == "aycx"
+    assert ranks("dbca", "cxya", 4, zones) == "xyca"
 
 
 def test_newcomers_stand_beside_their_neighbours() -> None:

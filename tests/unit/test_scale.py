@@ -5,6 +5,7 @@ Counted, not timed: the bytecodes that the core executes, which are the same on 
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import log2
 from types import FrameType
 from typing import Any
@@ -141,9 +142,10 @@ def test_the_cost_of_each_node_does_not_grow_with_the_job(part: str) -> None:
 # --- the pace ---
 
 
+@pytest.mark.parametrize("replaced", [False, True])
 @pytest.mark.parametrize("size", [18, 72])
-def test_the_cost_of_ranks_by_domain_is_linearithmic(size: int) -> None:
-    """Racks of nearly this size in blocks and zones: half of the nodes go, and others come."""
+def test_the_cost_of_ranks_by_domain_is_linearithmic(size: int, replaced: bool) -> None:
+    """Racks of nearly this size in blocks and zones: half of the nodes go, or all are replaced."""
 
     def cost(nodes: int) -> float:
         def place(n: int) -> tuple[str, ...]:
@@ -152,7 +154,10 @@ def test_the_cost_of_ranks_by_domain_is_linearithmic(size: int) -> None:
 
         there = [CandidateNode(NodeId(f"n{n}"), 1, 8, place(n)) for n in range(nodes)]
         old = [(c.node, c.topology) for c in there]
-        return work(lambda: arrange(there, nodes // 2 + 1, old)) / (nodes * log2(nodes))
+        if replaced:
+            there = [replace(c, node=NodeId(f"m{c.node}")) for c in there]
+        count = nodes if replaced else nodes // 2 + 1
+        return work(lambda: arrange(there, count, old)) / (nodes * log2(nodes))
 
     assert cost(MANY) <= FLAT * cost(FEW)
 

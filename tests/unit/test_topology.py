@@ -1,5 +1,6 @@
 """Nodes that are near each other get neighbouring ranks, and whole domains are given up first."""
 
+from collections.abc import Iterable
 from itertools import combinations, groupby
 from typing import Any
 
@@ -13,12 +14,12 @@ from dlrover_operator.settings import Settings as OperatorSettings
 from dlrover_py.master.core.nodes import Node
 from dlrover_py.master.core.rendezvous import CandidateNode, arrange
 from dlrover_py.master.core.topology import Domain, grouped, in_words, kept
-from dlrover_py.master.platform.kubernetes.pods import misplaced, view
+from dlrover_py.master.platform.kubernetes.pods import PodView, misplaced, view
 from dlrover_py.protocol.agents import MAX_LEVELS, AgentReport, Offer
 from dlrover_py.protocol.autoscale import PodPlace
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import ElasticJob
-from dlrover_py.protocol.names import LABEL_PLACEMENT, NodeId
+from dlrover_py.protocol.names import KIND, LABEL_PLACEMENT, NodeId
 from tests.builders import Bench, elastic_job, job_file, running
 
 names = st.sampled_from(["", "a", "b", "c"])
@@ -151,10 +152,46 @@ def ranks(now: str, size: int, old: str = "") -> str:
         ("abxyz", "abxyz", 4, "abxy"),
         ("", "abcxyz", 3, "abc"),  # which start is chosen in the same way
         ("", "abxyz", 3, "xyz"),
+        ("abcdwxyz", "wxyev", 4, "wxyv"),  # new nodes are of the racks that are in use
+        ("xy", "xyabvw", 4, "xyvw"),
     ],
 )
 def test_ranks_and_racks(old: str, now: str, size: int, new: str) -> None:
     assert ranks(now, size, old) == new
+
+
+@given(st.lists(domains, max_size=3), st.lists(domains, max_size=7), st.integers(1, 7))
+def test_new_nodes_bring_as_few_domains_as_can_be(
+    stay: list[Domain], fresh: list[Domain], size: int
+) -> None:
+    size = max(len(stay), min(size, len(stay) + len(fresh)))
+    places = [(NodeId(f"n{n}"), (*place, "host")) for n, place in enumerate([*stay, *fresh])]
+    candidates = [CandidateNode(node, 1, 1, topology) for node, topology in places]
+    found = {m.node for m in arrange(candidates, size, places[: len(stay)])} if size else set()
+    assert found >= {node for node, _ in places[: len(stay)]}
+
+    def widest(nodes: Iterable[NodeId]) -> int:
+        return len({prefixes(dict(places)[node][:-1])[0] for node in nodes})
+
+    of_all = combinations([node for node, _ in places[len(stay) :]], size - len(stay))
+    staying = [node for node, _ in places[: len(stay)]]
+    assert widest(found) == min(widest([*staying, *some]) for some in of_all)
+
+
+def test_a_label_that_comes_late_moves_no_rank() -> None:
+    def place(node: str, rack: str) -> tuple[str, ...]:
+        return ("zone", rack, f"host-{node}")
+
+    racks = {"n0": "l", "n1": "l", "n2": "r", "n3": "r"}
+    before = [(NodeId(n), place(n, racks[n])) for n in ("n0", "n1", "n2", "n3")]
+    there = [CandidateNode(n, 1, 1, topology) for n, topology in before[1:]]
+    for known in (("", "", "host-n8"), ("zone", "", "host-n8"), ()):
+        unknown = CandidateNode(NodeId("n8"), 1, 1, known)
+        members = arrange([*there, unknown], 4, before)
+        assert [m.node for m in members] == ["n8", "n1", "n2", "n3"]
+    elsewhere = CandidateNode(NodeId("n8"), 1, 1, place("n8", "r"))
+    members = arrange([*there, elsewhere], 4, before)
+    assert [m.node for m in members] == ["n1", "n8", "n2", "n3"]
 
 
 def test_how_a_domain_is_written() -> None:
@@ -223,13 +260,16 @@ def test_the_variable_and_the_report_agree() -> None:
 
 
 def test_of_the_pods_of_one_flavor_a_rack_goes_first() -> None:
-    def pod(number: int, rack: str, place: str = "spot") -> dict[str, Any]:
-        labels = {LABEL_PLACEMENT: place, "rack": rack}
-        return {"metadata": {"name": f"x-n{number}", "labels": labels}, "spec": {}}
+    def pod(number: int, rack: str, place: str = "spot") -> PodView:
+        meta = {"name": f"x-n{number}", "labels": {LABEL_PLACEMENT: place, "rack": rack}}
+        if not rack:  # it is pending
+            return view({"metadata": meta, "spec": {"containers": [{"name": "main"}]}}, ["rack"])
+        spec = {"containers": [{"name": "main"}], "nodeName": f"host-{number}"}
+        status = {"containerStatuses": [{"name": "main", "state": {"running": {}}}]}
+        return view({"metadata": meta, "spec": spec, "status": status}, ["rack"])
 
-    racks = enumerate(["l", "l", "r", "r", "r"])
-    table = [view(pod(n, rack), ["rack"]) for n, rack in racks]
-    table.append(view(pod(5, "l", "stable"), ["rack"]))
+    table = [pod(n, rack) for n, rack in enumerate("llrrr")]
+    table.append(pod(5, "l", "stable"))
 
     def leave(spot: int) -> list[str]:
         places = [PodPlace(name="spot", nodes=spot), PodPlace(name="stable", nodes=1)]
@@ -239,6 +279,9 @@ def test_of_the_pods_of_one_flavor_a_rack_goes_first() -> None:
     assert leave(2) == ["x-n4", "x-n3", "x-n2"]
     assert leave(0) == ["x-n4", "x-n3", "x-n2", "x-n1", "x-n0"]
     assert leave(6) == []
+    table[:] = [pod(n, rack) for n, rack in enumerate(["l", "l", "", "", "r", ""])]
+    assert leave(4) == ["x-n5", "x-n3"], "those that run are of use to the job"
+    assert leave(2) == ["x-n5", "x-n3", "x-n2", "x-n4"]
 
 
 def job_with(topology: object) -> ElasticJob:
@@ -266,8 +309,16 @@ def test_labels_that_the_operator_does_not_copy(label: str, capsys: Any) -> None
 def test_labels_that_the_operator_copies() -> None:
     twice = ["--host-label=a.b/c", "--host-label=a.b/d", "--host-label=a.b/c"]
     assert OperatorSettings.parse(["--master-image=m", *twice]).host_labels == ("a.b/c", "a.b/d")
-    pod = {"metadata": {"uid": "u", "labels": {"a.b/c": "1", "x/y": "2"}}, "status": {}}
-    assert LabelledPod.of(pod, ("a.b/c",)) == ("u", "", {"a.b/c": "1"}), "it belongs to no job"
+    owned = [{"kind": KIND, "name": "x", "uid": "j", "controller": True}]
+    for owners, phase, host in (
+        (owned, "Running", "h"),
+        (owned, "Succeeded", ""),
+        (owned, "Failed", ""),
+        ([], "Running", ""),  # it belongs to no job
+    ):
+        meta = {"uid": "u", "labels": {"a.b/c": "1", "x/y": "2"}, "ownerReferences": owners}
+        pod = {"metadata": meta, "spec": {"nodeName": "h"}, "status": {"phase": phase}}
+        assert LabelledPod.of(pod, ("a.b/c",)) == ("u", host, {"a.b/c": "1"})
     seen = LabelledPod("u", "h", {"a.b/c": "1", "a.b/d": "2"})
     assert missing(seen, {"h": {"a.b/c": "1", "a.b/d": "3"}}) == {"a.b/d": "3"}
     assert missing(seen, {"h": {"a.b/c": "1"}}) == missing(seen, {}) == {}

@@ -245,10 +245,9 @@ class Capacity:
     def _dismiss_surplus(self, surplus: int) -> None:
         """Dismiss up to this many nodes, those first whose loss costs least.
 
-        Nodes that could start soon go later, then those in a topology domain of the round, and then
-        older ones.
-        Members of the round stay until a smaller round has been formed without them. Fewer nodes
-        than ``surplus`` may therefore be dismissed.
+        Nodes that could start soon go later, then those whose whole topology domain is that of a
+        member, and then older ones. Members of the round stay until a smaller round has been formed
+        without them. Fewer nodes than ``surplus`` may therefore be dismissed.
         """
         order = {Readiness.PENDING: 0, Readiness.NEAR: 1, Readiness.BUSY: 2, Readiness.READY: 2}
         members = self.state.world.rank_of if self.state.world is not None else {}

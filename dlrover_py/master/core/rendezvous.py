@@ -6,14 +6,16 @@ node takes the place of a lost node, and further nodes come at the end.
 """
 
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from dlrover_py.master.core.topology import grouped, kept, shared_levels
+from dlrover_py.master.core.topology import Domain, grouped, kept
 from dlrover_py.protocol.agents import COUNT, Count, Port
 from dlrover_py.protocol.names import NodeId, Round, id_key
 from dlrover_py.protocol.words import are, counted
@@ -190,10 +192,12 @@ def arrange(
 
     Returns:
         Members in the order of node ranks. If only some members of the round before can stay,
-        whole domains are given up first (:func:`topology.kept`). Otherwise, the place of each lost
-        one goes to the new node that shares most levels of the topology with it. Further new nodes
-        follow at the end, sorted by topology. Then the nodes of each domain are put side by side
-        (:func:`topology.grouped`).
+        whole domains are given up first (:func:`topology.kept`). If only some new nodes are needed,
+        those in domains of the round stay first. The places of lost members go to the new nodes
+        that share most levels of the topology with them. Further new nodes follow at the end,
+        sorted by topology. Then the nodes of each domain are put side by side
+        (:func:`topology.grouped`). A new node of which nothing else is known is taken to be in the
+        domain of the lost one.
     """
     by_id = {c.node: c for c in candidates}
     survivors = [node for node, _ in previous if node in by_id]
@@ -205,19 +209,19 @@ def arrange(
     spare = sorted(
         (c for c in candidates if c.node not in old), key=lambda c: (c.topology, id_key(c.node))
     )
-    if not staying:
-        spare = [spare[at] for at in kept([c.domain for c in spare], size)]
-    places: list[CandidateNode] = []
+    spare = _needed(spare, [by_id[node].domain for node in survivors], size - len(survivors))
+    successors = _successors([one for one in previous if one[0] not in by_id], spare)
+    places: list[tuple[NodeId, Domain]] = []
     for node, topology in previous:
         if node in staying:
-            places.append(by_id[node])
-        elif node not in by_id and spare and len(survivors) < size:
-            nearest = max(spare, key=lambda c: shared_levels(c.topology, topology))
-            spare.remove(nearest)
-            places.append(nearest)
-            survivors.append(nearest.node)
-    places += spare[: size - len(places)]
-    ranked = grouped([(place.node, place.domain) for place in places], staying)
+            places.append((node, by_id[node].domain))
+        elif (new := successors.get(node)) is not None:
+            lost = topology[:-1]
+            same = all(a in ("", b) for a, b in zip_longest(new.domain, lost, fillvalue=""))
+            places.append((new.node, lost if same else new.domain))
+    placed = {node for node, _ in places}
+    places += [(c.node, c.domain) for c in spare if c.node not in placed]
+    ranked = grouped(places, staying)
     members = []
     offset = 0
     of_role: dict[str, int] = {}
@@ -235,3 +239,59 @@ def arrange(
         offset += place.nproc
         of_role[place.role] = of_role.get(place.role, 0) + place.nproc
     return tuple(members)
+
+
+def _needed(
+    spare: Sequence[CandidateNode], in_use: Sequence[Domain], count: int
+) -> list[CandidateNode]:
+    """Choose new nodes: as few further domains as possible come into use, beginning with the widest
+    level.
+
+    Args:
+        spare: The new nodes, sorted.
+        in_use: Domains of the nodes that stay.
+        count: Number of new nodes that are needed.
+
+    Returns:
+        So many new nodes, or all of them, sorted as before.
+    """
+    near: list[CandidateNode] = []
+    pool = list(spare)
+    depth = max(map(len, [*in_use, *(c.domain for c in spare)]), default=0)
+    unknown = ("",) * depth
+    for level in range(1, depth + 1):
+        prefixes = {(domain + unknown)[:level] for domain in in_use}
+        inside = [c for c in pool if (c.domain + unknown)[:level] in prefixes]
+        if len(inside) < count:
+            near = inside
+            break
+        pool = inside
+    nodes = {c.node for c in near}
+    others = [c for c in pool if c.node not in nodes]
+    nodes |= {others[at].node for at in kept([c.domain for c in others], count - len(near))}
+    return [c for c in spare if c.node in nodes]
+
+
+def _successors(
+    lost: Sequence[tuple[NodeId, Domain]], spare: Sequence[CandidateNode]
+) -> dict[NodeId, CandidateNode]:
+    """Return the new node in the place of each lost one, as far as there are new nodes.
+
+    Those that share most levels of the topology come together first. Among equals, the order is
+    kept.
+
+    Args:
+        lost: Node and topology of the lost members, in the order of ranks.
+        spare: The new nodes, sorted by topology.
+    """
+    found: dict[NodeId, CandidateNode] = {}
+    depth = max((len(c.topology) for c in spare), default=0)
+    for level in range(depth, -1, -1):
+        inside: dict[Domain, deque[CandidateNode]] = {}
+        for c in spare:
+            inside.setdefault(c.topology[:level], deque()).append(c)
+        for node, topology in lost:
+            if node not in found and (near := inside.get(topology[:level])):
+                found[node] = near.popleft()
+        spare = [c for near in inside.values() for c in near]
+    return found

@@ -73,7 +73,7 @@ def _separate_pairs(
         topology: Zone, rack and host of each node, as far as they are known.
         old: The pairs so far; a pair that was there before is preferred.
     """
-    hosts = Counter(place for place in topology.values() if place)
+    hosts = Counter(filter(None, map(_host, topology.values())))
     # If a host has more than half of the nodes, some of them have no partner on another host.
     must = max(0, 2 * max(hosts.values(), default=0) - len(pairs))
     together = sum(
@@ -118,4 +118,9 @@ def _largest(nodes: Iterable[NodeId], topology: Mapping[NodeId, Topology], depth
 
 def _on_different_hosts(one: Topology, other: Topology) -> bool:
     """Return whether two nodes are on different hosts, as far as is known."""
-    return not one or not other or one != other
+    return not _host(one) or _host(one) != _host(other)
+
+
+def _host(place: Topology) -> str:
+    """Return the host alone: of two nodes on it, only one may have the labels of its rack yet."""
+    return place[-1] if place else ""

@@ -340,10 +340,11 @@ def place_for(placements: Sequence[PodPlace], taken: Mapping[str, int]) -> PodPl
 
 
 def misplaced(placements: Sequence[PodPlace], table: Iterable[PodView]) -> list[PodView]:
-    """Return the Pods to end because their places have fewer nodes now, those of high number first.
+    """Return the Pods to end because their places have fewer nodes now.
 
-    Of each place, whole topology domains are given up first. Nothing is returned while all Pods are
-    in one place that is still there: then any of them may end, and the round decides which.
+    Of each place, Pods that do not run go first, those of high number before others. Of the Pods
+    that run, whole topology domains are given up first. Nothing is returned while all Pods are in
+    one place that is still there: then any of them may end, and the round decides which.
 
     Args:
         placements: The places that the job has.
@@ -353,13 +354,17 @@ def misplaced(placements: Sequence[PodPlace], table: Iterable[PodView]) -> list[
     places = {place.name: place.nodes for place in placements}
     if len(places) <= 1 and all(seen.placement in places or not places for seen in holding):
         return []
-    found = []
+    found: list[PodView] = []
     for name in sorted({seen.placement for seen in holding}):
         here = [seen for seen in holding if seen.placement == name]
         staying = [seen for seen in here if not seen.leaving]
         staying.sort(key=lambda seen: id_key(NodeId(seen.name.rpartition("-")[2])))
-        kept = set(topology.kept([seen.domain for seen in staying], places.get(name, 0)))
-        found += [staying[at] for at in reversed(range(len(staying))) if at not in kept]
+        running = [seen for seen in staying if seen.runs]
+        waiting = [seen for seen in staying if not seen.runs]
+        room = places.get(name, 0)
+        kept = set(topology.kept([seen.domain for seen in running], room))
+        found += reversed(waiting[max(0, room - len(running)) :])
+        found += [running[at] for at in reversed(range(len(running))) if at not in kept]
     return found
 
 
