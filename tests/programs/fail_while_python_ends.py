@@ -1,6 +1,7 @@
 """Fails in a thread and by a mistake, and twice more while Python ends."""
 
 import atexit
+import gc
 import threading
 
 
@@ -14,6 +15,7 @@ def late() -> None:
 
 
 late_too = Late()
+atexit.unregister(gc.freeze)  # as without scripts/rare_gc.py: the collector finds it at the end
 atexit.register(late)
 thread = threading.Thread(target=late)
 thread.start()
