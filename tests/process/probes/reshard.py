@@ -80,10 +80,14 @@ class Rows(torch.optim.Optimizer):
         for p in self.param_groups[0]["params"]:
             grad = p.grad.square()
             now = {"row": grad.mean(-1, keepdim=True), "all": grad.mean()}
+            # Where torch would leave them depends on its version and on the size of the world.
+            rows = p.placements if p.dim() > 1 else [Replicate()]
+            now["row"] = now["row"].redistribute(placements=rows)
             now["all"] = now["all"].redistribute(placements=[Replicate()])
             for name, value in now.items():
                 self.state[p].setdefault(name, torch.zeros_like(value)).lerp_(value, 0.1)
-            p.add_(p.grad / (self.state[p]["row"] + self.state[p]["all"] + 1), alpha=-0.01)
+            change = p.grad / (self.state[p]["row"] + self.state[p]["all"] + 1)
+            p.add_(change.redistribute(placements=p.placements), alpha=-0.01)
 
 
 def build(mode, world, seed):
