@@ -126,7 +126,7 @@ def desk(
                 "equal to 0",
             ],
         ),
-        ("name: job", "name: My_Job", [":4: metadata.name: found text 'My_Job': string should"]),
+        ("name: job", "name: My_Job", [":4: metadata.name: found text 'My_Job': expected lower-"]),
         ("name: job", "name: " + "j" * 38, [":4: metadata.name: found text 'jjj"]),
         ("  name: job\n", "", [":3: metadata: found nothing: expected a mapping"]),
         (

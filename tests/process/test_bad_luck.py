@@ -45,6 +45,11 @@ def condition(status: JobStatus, kind: str) -> Condition | None:
     return found[0] if found else None
 
 
+def stepped(status: JobStatus) -> bool:
+    """Return whether the first step of a round has been told, which is written before."""
+    return any(event.reason == "TrainingResumed" for event in status.events)
+
+
 def final(run: Job) -> JobStatus:
     """The status that is kept when a job has ended."""
     (path,) = (run.place.folder / "state").glob("job@*/status.json")
@@ -62,7 +67,8 @@ def test_while_the_disk_is_full_training_goes_on_and_afterwards_all_is_handled(
         small_disk(place.folder / "state", "1m") as disk,
         job(place, script=STEPPER, replicas=2, env={"STEPS": str(steps)}) as run,
     ):
-        before = run.running(2)
+        run.running(2)
+        before = run.until(stepped, "the first step in the journal: a later write would make room")
         survivor, victim = members(before)
         filler = disk / "filler"
         fill_up(filler)
