@@ -26,6 +26,7 @@ from dlrover_py.protocol.local import CallDone, History, Snapshot
 from dlrover_py.protocol.status import EvidenceManifest, JobPhase, JobStatus, date_time
 
 D = TypeVar("D", bound=BaseModel)
+T = TypeVar("T")
 
 CALL_S = 10.0
 """Deadline of a call to a job's cluster process, in seconds."""
@@ -123,7 +124,9 @@ def running(settings: Settings) -> "dict[str, RunningJob]":
         folders += [p.parent for p in settings.runtime_root.glob(f"*/{names.CLUSTER_SOCKET}")]
     sockets = {folder.name: folder / names.CLUSTER_SOCKET for folder in folders}
     return {
-        name: RunningJob(name, path) for name, path in sorted(sockets.items()) if _listens(path)
+        name: RunningJob(name, path, root)
+        for name, path in sorted(sockets.items())
+        if _listens(path)
     }
 
 
@@ -195,12 +198,22 @@ def _listens(path: Path) -> bool:
 
 
 class RunningJob:
-    """A job that runs on this machine."""
+    """A job that runs on this machine.
+
+    It may end at any moment. Its state is then read from the folder of its run.
+    """
 
     where = "on this machine"
 
-    def __init__(self, name: str, socket_path: Path) -> None:
-        self.name, self._socket = name, socket_path
+    def __init__(self, name: str, socket_path: Path, state_root: Path | None) -> None:
+        """Keep where the job is; nothing is read yet.
+
+        Args:
+            name: name of the job.
+            socket_path: socket of its cluster process.
+            state_root: folder of all runs; None if it is not known.
+        """
+        self.name, self._socket, self._state_root = name, socket_path, state_root
 
     @property
     def listens(self) -> bool:
@@ -223,6 +236,10 @@ class RunningJob:
             ConfigError: the answer is not understood, because it is of another release.
             UnreachableError: the cluster process does not answer within `CALL_S`.
         """
+        return self._or_ended(self._live_view, EndedJob.load_view)
+
+    def _live_view(self) -> view.JobView:
+        """Return what the cluster process knows of the job. It raises as :meth:`snapshot`."""
         snapshot = self.snapshot()
         status = snapshot.status
         return view.JobView(
@@ -238,29 +255,60 @@ class RunningJob:
         )
 
     def history(self) -> History:  # noqa: D102
-        return self._answer(History, "GET", "/v1/history")
+        return self._or_ended(lambda: self._answer(History, "GET", "/v1/history"), EndedJob.history)
 
     def evidence(self) -> list[EvidenceManifest]:  # noqa: D102
-        return runs.bundles(Path(self.snapshot().log_dir).parent)
+        return runs.bundles(self._log_folder().parent)
 
     def show_logs(self, query: LogQuery) -> None:  # noqa: D102
-        folder = Path(self.snapshot().log_dir)
+        folder = self._log_folder()
         if not print_logs(folder, self._socket if query.follow else None, query):
             click.echo(
                 f"dlrover: {missing_log_message(folder, query)}", err=True
             )  # no failure: a log may still appear
 
     def log_tail(self, query: LogQuery) -> list[str]:  # noqa: D102
-        return tail(Path(self.snapshot().log_dir), query)
+        return tail(self._log_folder(), query)
+
+    def _log_folder(self) -> Path:
+        """Return the folder of the job's logs, also if it has just ended."""
+        return self._or_ended(lambda: Path(self.snapshot().log_dir), lambda ended: ended.log_folder)
+
+    def _or_ended(self, ask: Callable[[], T], read: "Callable[[EndedJob], T]") -> T:
+        """Return what the cluster process answers, or what its last run says if it has just ended.
+
+        Args:
+            ask: asks the cluster process.
+            read: reads the folder of the ended run.
+
+        Raises:
+            UnreachableError: the cluster process still listens, but did not answer; or it has ended
+                and left no folder of its run.
+        """
+        try:
+            return ask()
+        except UnreachableError:
+            folder = None if self.listens else runs.newest(self._state_root, self.name)
+            if folder is None:
+                raise
+        return read(EndedJob(folder))
 
     def request(self, path: str) -> str:
         """Make a request to the cluster process; return its answer.
 
         Raises:
+            JobNotFoundError: the job has ended before it could answer.
             ConfigError: the cluster process refuses the request.
             UnreachableError: the cluster process does not answer within `CALL_S`.
         """
-        return self._answer(CallDone, "POST", path).message
+        try:
+            return self._answer(CallDone, "POST", path).message
+        except UnreachableError as error:
+            if self.listens:
+                raise
+            raise JobNotFoundError(
+                f"job {self.name} has just ended; see `dlrover job describe {self.name}`"
+            ) from error
 
     def scale(self, replicas: int) -> str:  # noqa: D102
         return self.request(f"/v1/scale?replicas={replicas}")
@@ -371,6 +419,7 @@ class EndedJob:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self.log_folder = folder / "logs"
         self.name = folder.name.rpartition("@")[0]
 
     def _status(self) -> JobStatus:
@@ -401,7 +450,7 @@ class EndedJob:
         return "on this machine, ended" + (f" {view.age(ended)} ago" if ended is not None else "")
 
     def load_view(self, *, with_pods: bool = False) -> view.JobView:  # noqa: D102
-        logs = self._folder / "logs"
+        logs = self.log_folder
         if self._killed:
             reason = "its `dlrover job run` was killed"
             return view.JobView(
@@ -438,7 +487,7 @@ class EndedJob:
         """
         found: dict[str, object] = {"nodes": [], "hosts": [], "cluster_pid": 0, "master_pid": 0}
         found |= dict.fromkeys(("master_addr", "health_addr", "token_file"), "")
-        found |= {"job": None, "status": view.dump(status), "log_dir": str(self._folder / "logs")}
+        found |= {"job": None, "status": view.dump(status), "log_dir": str(self.log_folder)}
         with contextlib.suppress(FileNotFoundError, ConfigError):
             job = runs.read_document(self._folder / names.JOB_FILE, ElasticJob)
             found["job"] = job.model_dump(mode="json", by_alias=True)
@@ -462,8 +511,8 @@ class EndedJob:
         Raises:
             ConfigError: the run has no log that the query selects.
         """
-        if not print_logs(self._folder / "logs", None, query):
-            raise ConfigError(missing_log_message(self._folder / "logs", query))
+        if not print_logs(self.log_folder, None, query):
+            raise ConfigError(missing_log_message(self.log_folder, query))
 
     def log_tail(self, query: LogQuery) -> list[str]:  # noqa: D102
-        return tail(self._folder / "logs", query)
+        return tail(self.log_folder, query)

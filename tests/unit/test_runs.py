@@ -1,9 +1,13 @@
 """Past runs of this machine: which have ended, and which are removed."""
 
+import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Callable
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -223,6 +227,56 @@ def test_a_run_is_there_while_another_command_looks_at_it(here: Path) -> None:
     with (folder / names.RUN_LOCK).open("r+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # its process is there
         assert runs.newest(here, "ghost") is None
+
+
+@pytest.fixture
+def ending(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name of a job that ends as soon as its cluster process is asked for anything."""
+
+    def serve(listening: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # the test ended without a call
+            while True:
+                call, _ = listening.accept()
+                with call:
+                    if call.recv(65536):  # without a byte it is a look whether anyone listens
+                        out = made(here, "ghost@1") / "logs" / "n0" / "1" / "1" / "0" / "stdout.log"
+                        out.parent.mkdir(parents=True)
+                        out.write_bytes(b"step 1\n")
+                        listening.close()
+
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listening:
+        monkeypatch.setenv("DLROVER_RUNTIME_DIR", folder)
+        Path(folder, "ghost").mkdir()
+        listening.bind(str(Path(folder, "ghost", names.CLUSTER_SOCKET)))
+        listening.listen()
+        serving = threading.Thread(target=serve, args=(listening,))
+        serving.start()
+        yield "ghost"
+        with contextlib.suppress(OSError):  # it is closed
+            listening.shutdown(socket.SHUT_RDWR)
+        serving.join()
+
+
+@pytest.mark.parametrize("command", ["describe", "events", "get", "report", "why"])
+def test_a_job_that_ends_while_it_is_asked_is_read_as_an_ended_one(
+    ending: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["job", command, ending]) == 0, capsys.readouterr().err
+
+
+def test_a_job_that_ends_while_it_is_asked_for_logs_has_those_of_its_run(
+    ending: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["job", "logs", ending]) == 0
+    assert "step 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [("scale", "2", "--job"), ("stop",), ("suspend",)])
+def test_a_job_that_ends_before_a_change_is_told_as_ended(
+    ending: str, command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["job", *command, ending]) == 2
+    assert "job ghost has just ended; see `dlrover job describe ghost`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("variable", ["DLROVER_STATE_DIR", "DLROVER_RUNTIME_DIR"])

@@ -80,7 +80,7 @@ def test_a_cluster_process_of_another_release_is_refused_in_words(
     status: str, body: bytes, words: str
 ) -> None:
     with cluster_process(status, body) as folder:
-        job = RunningJob("j", folder / "j" / names.CLUSTER_SOCKET)
+        job = RunningJob("j", folder / "j" / names.CLUSTER_SOCKET, None)
         for call in (job.snapshot, lambda: job.scale(3)):
             with pytest.raises(ConfigError, match=words):
                 call()
