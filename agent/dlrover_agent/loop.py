@@ -275,6 +275,10 @@ class Agent:
                 loop.add_signal_handler(number, bool)
             else:
                 loop.add_signal_handler(number, self._on_signal, number)
+        for number in {signal.SIGUSR1, signal.SIGUSR2}.difference(self._command.signals):
+            # A batch system sends them to all processes of a job. Workers that handle them, to
+            # store a checkpoint, must not be killed because their agent has no handler.
+            loop.add_signal_handler(number, _log_unhandled, number)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._command.signals)
         loop.add_signal_handler(signal.SIGCHLD, self._on_child_end)
         if self._settings.lifeline_fd is not None:
@@ -636,6 +640,12 @@ class Agent:
         await self._saver.close()
         self._ports.close()
         await self._reaper.close()
+
+
+def _log_unhandled(number: signal.Signals) -> None:
+    """Log that the agent has received a signal and goes on."""
+    then = "the workers go on; name the signal in --signals-to-handle to pass it on and end them"
+    log.warning("signal_ignored", extra={"signal": number.name, "then": then})
 
 
 async def run_agent(

@@ -185,6 +185,20 @@ def test_signals_that_are_named_are_passed_on(place: Place, program: str) -> Non
     assert (place.folder / "told-0").read_text() == "SIGUSR1"
 
 
+def test_a_signal_to_all_processes_of_a_batch_job_is_left_to_the_workers(place: Place) -> None:
+    argv = ("elastic-run", "--standalone", str(place.script(HANDLER)))
+    run = place.popen(*argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert run.stdout is not None
+    assert run.stdout.readline() == "ready\n"
+    agent = psutil.Process(run.pid)
+    for process in (agent, *agent.children(recursive=True)):
+        process.send_signal(signal.SIGUSR1)
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == 0, errors
+    assert (place.folder / "told-0").read_text() == "SIGUSR1"
+    assert json.loads(errors.splitlines()[0])["event"] == "signal_ignored"
+
+
 @pytest.mark.parametrize("how", ["flag", "environment"])
 def test_shutdown_timeout_ends_who_does_not_listen(place: Place, how: str) -> None:
     script = place.script(HANDLER)
