@@ -92,6 +92,7 @@ async def serve(
     rules = settings.rules(
         can_create=platform.can_create,
         avoids_hosts=platform.avoids_hosts,
+        limits_memory=platform.limits_memory,
         routed_s=platform.routed_s,
     )
     loop = Loop(

@@ -92,13 +92,23 @@ class Settings(Timing):
             )
         return InCluster(*(environ[name] for name in needed))
 
-    def rules(self, *, can_create: bool, avoids_hosts: bool, routed_s: float) -> Rules:
+    def rules(
+        self, *, can_create: bool, avoids_hosts: bool, limits_memory: bool, routed_s: float
+    ) -> Rules:
         """Return the rules for the decisions of the core.
 
         Args:
             can_create: Whether the platform creates nodes.
             avoids_hosts: Whether the platform can keep a new node off given hosts.
+            limits_memory: Whether the platform gives new nodes the memory limit that it is asked
+                for.
             routed_s: Seconds until every node can reach a new master.
         """
         times = self.model_dump(include=set(Timing.model_fields))
-        return Rules(**times, can_create=can_create, avoids_hosts=avoids_hosts, routed_s=routed_s)
+        return Rules(
+            **times,
+            can_create=can_create,
+            avoids_hosts=avoids_hosts,
+            limits_memory=limits_memory,
+            routed_s=routed_s,
+        )

@@ -44,6 +44,7 @@ from dlrover_py.protocol.commands import (
 from dlrover_py.protocol.errors import ConfigError, UnsupportedError, did_you_mean, shown
 from dlrover_py.protocol.hosts import BadHosts
 from dlrover_py.protocol.log_rules import MAX_RULES, LogRule, rule_problems
+from dlrover_py.protocol.memory_growth import MemoryGrowthSpec, memory_limit
 from dlrover_py.protocol.names import API_VERSION, KIND, MAIN_CONTAINER
 from dlrover_py.protocol.sdk import MAX_LOADER_WORKERS, MAX_MICRO_BATCH
 from dlrover_py.protocol.template import (
@@ -233,6 +234,9 @@ class ReplicaSpec(Role):
     """The number of nodes in a round is a multiple of this."""
     standby_replicas: Annotated[int, Field(ge=0, le=10_000)] = 0
     """Number of nodes that run outside of the round, ready to take the rank of a lost node."""
+    memory_growth: Annotated[MemoryGrowthSpec | None, CLUSTER_ONLY] = None
+    """The higher memory limit of new nodes after one was killed for lack of memory. If absent, new
+    nodes have the limit of the template. It cannot be used in a queue of Kueue."""
     auto_scale: bool | None = None
     """DLRover's switch: ``true`` means ``autoscale: {mode: auto}``, unless ``autoscale`` is set."""
     autoscale: AutoscaleSpec | None = None
@@ -294,6 +298,13 @@ class ReplicaSpec(Role):
             )
             if self.auto_scale is False and self.autoscale.mode == "auto":
                 found.append("autoScale is false and autoscale.mode is auto: expected one of them")
+        if (growth := self.memory_growth) is not None and growth.raised(self.memory) == self.memory:
+            has = f"the memory limit of its main container is {self.memory} bytes"
+            found.append(
+                f"memoryGrowth.limit is {growth.limit} and "
+                f"{has if self.memory else 'its main container has no memory limit'}: expected a "
+                "memory limit in the template, and more here"
+            )
         if abs(self.rank or 0) > MAX_PRIORITY:
             found.append(
                 f"priority is {self.priority}: expected a number from -{MAX_PRIORITY} to "
@@ -394,6 +405,14 @@ class ReplicaSpec(Role):
         """Return a digest that distinguishes Pods of this template from Pods of another one."""
         text = json.dumps(self.template, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def memory(self) -> int:
+        """The memory limit of the main container in bytes; 0 if the template has none."""
+        try:
+            return memory_limit(_mapping(_containers(self.template)[self.main_container()]))
+        except ConfigError:
+            return 0  # reported elsewhere
 
     def main_container(self) -> int:
         """Return the index of the container that runs the agent.

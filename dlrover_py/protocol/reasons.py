@@ -500,6 +500,8 @@ class EventReason(StrEnum):
     OUT_OF_MEMORY = "OutOfMemory"
     """Warning: Why a node was lost, if Kubernetes says it a moment later: memory ran out, and the
     kernel killed its container."""
+    MEMORY_RAISED = "MemoryRaised"
+    """A node ran out of memory, and new nodes have a higher limit (``memoryGrowth``)."""
     NODE_CUT_OFF = "NodeCutOff"
     """Warning: For a lease, a node heard neither the master nor another node of its round, so it
     stopped its workers. Another round follows. This is normal after a network failure. If only the

@@ -25,12 +25,11 @@ from dlrover_py.protocol import names
 from dlrover_py.protocol.autoscale import NodeAllocation
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.protocol.quantities import quantity
 from dlrover_py.protocol.status import MeasuredSpeed, unix_seconds
 
 SUSPENDED = "held back: the job was suspended"
 """Reason of a job with ``suspend: true``, which must not take its old nodes when it resumes."""
-_DECIMAL = {"n": -9, "u": -6, "m": -3, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
-_BINARY = {"Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40, "Pi": 50, "Ei": 60}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,26 +44,6 @@ class SharedHosts:
     """What a node of a job takes of a host, by resource; empty: the whole host."""
     hold_s: float = 300.0
     """Seconds for which a size is kept that was chosen for the sake of speed."""
-
-
-def quantity(text: str) -> Decimal:
-    """Return a Kubernetes quantity, such as ``500m``, ``8`` or ``64Gi``, as a number.
-
-    Raises:
-        ValueError: the text is no quantity.
-    """
-    number, power, base = text, 0, 10
-    if text[-2:] in _BINARY:
-        number, power, base = text[:-2], _BINARY[text[-2:]], 2
-    elif text[-1:] in _DECIMAL:
-        number, power = text[:-1], _DECIMAL[text[-1:]]
-    try:
-        found = Decimal(number) * Decimal(base) ** power
-    except ArithmeticError as error:
-        raise ValueError(f"{text!r}: expected a quantity such as 500m, 8 or 64Gi") from error
-    if not found.is_finite():
-        raise ValueError(f"{text!r}: expected a quantity such as 500m, 8 or 64Gi")
-    return found
 
 
 @dataclass(frozen=True, slots=True)

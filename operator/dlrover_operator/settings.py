@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import get_args
 
-from dlrover_operator.allotment import SharedHosts, quantity
+from dlrover_operator.allotment import SharedHosts
 from dlrover_operator.host_watch import Mode
 from dlrover_operator.manifests import Options
 from dlrover_py.protocol import json_text, names
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import HOST_LABEL
+from dlrover_py.protocol.quantities import quantity
 from dlrover_py.protocol.status import PROGRESS_S
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrover_operator.allotment import HeldPod, Host, SharedHosts, decide, quantity, takes_part
+from dlrover_operator.allotment import HeldPod, Host, SharedHosts, decide, takes_part
 from dlrover_operator.observed import Key
 from dlrover_operator.settings import Settings
 from dlrover_py.protocol import names
 from dlrover_py.protocol.autoscale import NodeAllocation
 from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.quantities import quantity
 from dlrover_py.protocol.status import rfc3339
 from tests.builders import job_file
 

@@ -106,6 +106,19 @@ def test_what_is_ours_cannot_be_set_and_what_is_not_stays_theirs() -> None:
     assert order.index("NODE_NUM") < order.index("MY"), "Kubernetes resolves what stands before"
 
 
+def test_a_higher_memory_limit_is_that_of_the_main_container_and_of_no_other() -> None:
+    limits = {"limits": {"memory": "2Gi"}, "requests": {"memory": "1Gi"}}
+    two = [{"name": "side", "resources": limits}, {"name": "main", "resources": limits}]
+    for memory, expected in (
+        (0, limits),
+        (3 << 30, {"limits": {"memory": str(3 << 30)}, "requests": {"memory": str(3 << 29)}}),
+    ):
+        given = job(template(containers=two))
+        side, main = pod(given, N7, SITE, memory=memory)["spec"]["containers"]
+        assert main["resources"] == expected
+        assert side["resources"] == limits
+
+
 def test_the_container_named_main_is_the_agents() -> None:
     given = template()
     given["spec"]["containers"].insert(0, {"name": "sidecar"})

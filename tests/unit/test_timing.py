@@ -52,13 +52,15 @@ def test_times_that_contradict_each_other_are_refused(
 def test_the_core_decides_by_the_times_of_the_settings() -> None:
     """Without a setting, tests and production use the same times."""
     times = set(Timing.model_fields)
-    default = Settings.from_environment({}).rules(can_create=True, avoids_hosts=True, routed_s=0.0)
+    default = Settings.from_environment({}).rules(
+        can_create=True, avoids_hosts=True, limits_memory=True, routed_s=0.0
+    )
     assert default.model_dump(include=times) == Timing().model_dump()
     assert default == Rules()
     given = Settings.from_environment(
         {"DLROVER_MASTER_LEASE_S": "7", "DLROVER_MASTER_SETTLE_S": "3"}
     )
-    rules = given.rules(can_create=False, avoids_hosts=False, routed_s=2.0)
+    rules = given.rules(can_create=False, avoids_hosts=False, limits_memory=False, routed_s=2.0)
     assert (rules.lease_s, rules.settle_s, rules.can_create, rules.routed_s) == (7, 3, False, 2)
 
 

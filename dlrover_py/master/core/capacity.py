@@ -6,6 +6,7 @@ from dlrover_py.master.core.assignments import Assignments
 from dlrover_py.master.core.checkpointing import Checkpointing
 from dlrover_py.master.core.events import CreateNode, DeleteNode
 from dlrover_py.master.core.history import CoreContext
+from dlrover_py.master.core.memory import NodeMemory
 from dlrover_py.master.core.nodes import Node, NodeRecord, Readiness
 from dlrover_py.master.core.policy import relaunch_delay
 from dlrover_py.master.core.state import ReplacementSlot
@@ -38,6 +39,7 @@ class Capacity:
         self._transitions = transitions
         self._assignments = assignments
         self._checkpointing = checkpointing
+        self._memory = NodeMemory(context)
         self.unlisted = False
         """Whether the existing nodes are unknown: there is neither a journal nor a list yet."""
         self._readmitted: set[str] = set()
@@ -96,12 +98,13 @@ class Capacity:
                 avoid=avoid,
                 template_hash=self.live.template_hash,
                 restart=restart.at if restart is not None else "",
+                memory=self._memory.of_new_nodes,
             )
             failures = slot.failed_before_report
             self.live.nodes.plan(node_id, record, failed_before_report=failures)
             if avoid:
                 self._avoiding_hosts.add(node_id)
-            self.live.emit(CreateNode(node_id, avoid))
+            self.live.emit(CreateNode(node_id, avoid, record.memory))
         self.state.replacement_slots[:] = later
         self.live.wake(*(slot.not_before for slot in later))
 
@@ -197,6 +200,22 @@ class Capacity:
         self.log.record(EventReason.NODE_RECREATED, message, node=node.id, cause=cause)
         self.state.replacement_slots.append(ReplacementSlot(relaunches=node.relaunches))
         self.dismiss(node, message, ExitCode.OK)
+
+    def raise_memory(self, node: Node) -> str:
+        """Give new nodes a higher memory limit after a node ran out of memory; return why.
+
+        The caller has the node itself replaced. Nodes that have not joined yet, such as one that
+        was requested before its platform gave the reason, are requested again with the higher
+        limit. The result is empty, and nothing happens, if the failure counts like any other
+        (:meth:`NodeMemory.grow`).
+        """
+        why = self._memory.grow(node)
+        for other in list(self.live.nodes) if why else ():
+            waits = not other.incarnation and other.readiness is not Readiness.OUT
+            if waits and other is not node and other.record.memory < self._memory.of_new_nodes:
+                self.state.replacement_slots.append(ReplacementSlot(relaunches=other.relaunches))
+                self.dismiss(other, why, ExitCode.OK)
+        return why
 
     def new_slot(self, relaunches: int, failed_before_report: int = 0) -> ReplacementSlot:
         """Return a replacement slot with the delay that follows from its numbers.

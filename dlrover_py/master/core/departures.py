@@ -111,7 +111,7 @@ class Departures:
             ):
                 # The request for it is on its way or was lost, or the list is older than the
                 # request.
-                self.live.emit(CreateNode(node.id, node.record.avoid))
+                self.live.emit(CreateNode(node.id, node.record.avoid, node.record.memory))
 
     def node_leaving(self, node: Node, why: str) -> None:
         """Mark a node as leaving with notice, and have its place filled without a charge.
@@ -148,7 +148,7 @@ class Departures:
         or with exit code 0. In a later round, the place of a node that ended with code 0 without a
         report is abandoned. An end that counts against no budget has none of these consequences. A
         stop by a SIGTERM that the platform did not order is charged. A lack of memory is not, if
-        the auto-tuner can make the micro-batch smaller.
+        the auto-tuner can make the micro-batch smaller, or the next node gets more memory.
         """
         node = self.live.nodes.get(ended.node)
         smaller = ""
@@ -373,7 +373,7 @@ class Departures:
                 EventReason.OUT_OF_MEMORY, message, node=node.id, cause=cause, warning=True
             )
         self.state.out_of_memory = f"{node.id}: {description}"
-        return self._tuning.back_off(node.id)
+        return self._tuning.back_off(node.id) or self._capacity.raise_memory(node)
 
 
 def _class_of(ended: NodeEnded) -> FailureClass:

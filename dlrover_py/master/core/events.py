@@ -30,6 +30,8 @@ class Rules(Timing):
     """Whether the platform creates nodes; if not, nodes come by themselves."""
     avoids_hosts: bool = True
     """Whether the platform can keep a new node off given hosts."""
+    limits_memory: bool = True
+    """Whether the platform gives a new node the memory limit that it is asked for."""
     routed_s: float = Field(default=0.0, ge=0)
     """Time beyond its lease that a node of the previous master has to report to a new master."""
 
@@ -229,6 +231,8 @@ class CreateNode:
     node: NodeId
     avoid: tuple[str, ...] = ()
     """Hosts that the node must not be placed on."""
+    memory: int = 0
+    """Memory limit in bytes; 0 for that of the template."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from dlrover_py.master.core.policy import (
     ran_out_of_memory,
     with_cause,
 )
-from dlrover_py.master.core.state import NON_DISRUPTIVE
+from dlrover_py.master.core.state import NON_DISRUPTIVE, ReplacementSlot
 from dlrover_py.master.core.transitions import Transitions
 from dlrover_py.master.core.tuning import Tuning
 from dlrover_py.protocol.agents import FailureClass, FailureKind, WorkerFailure
@@ -174,10 +174,11 @@ class Failures:
         """Charge a failure that is the root cause, and decide what follows.
 
         An event is recorded, and the status shows the failure. After a lack of memory, nothing is
-        charged if the auto-tuner can make the micro-batch smaller. After an early death of a forked
-        worker the next round is started cold, at most ``MAX_SUSPECT_WARM_STARTS`` times in a job.
-        Such a death is not charged, unless workers die early without a fork, too. If the spec or
-        the node asks for it (``save_at_breakpoint``), the newest checkpoint is requested to be
+        charged if the auto-tuner can make the micro-batch smaller. The same holds if new nodes get
+        more memory: this node is then replaced. After an early death of a forked worker the next
+        round is started cold, at most ``MAX_SUSPECT_WARM_STARTS`` times in a job. Such a death is
+        not charged, unless workers die early without a fork, too. If the spec or the node asks for
+        it (``save_at_breakpoint``), the newest checkpoint is requested to be
         stored.
         """
         self.state.last_failure = Failure(
@@ -201,6 +202,11 @@ class Failures:
         if (spec and spec.save_at_breakpoint) or (report and report.save_at_breakpoint):
             self._checkpointing.flush("a worker failed", self.live.rules.drain_grace_s)
         if ran_out_of_memory(failure) and (why := self._tuning.back_off(node.id)):
+            self._transitions.need_round("failure", f"{message} ({why})", event)
+            return
+        if failure.out_of_memory and (why := self._capacity.raise_memory(node)):
+            self.state.replacement_slots.append(ReplacementSlot(relaunches=node.relaunches))
+            self._capacity.dismiss(node, why, ExitCode.OK)
             self._transitions.need_round("failure", f"{message} ({why})", event)
             return
         suspect = self._may_be_fork(failure)

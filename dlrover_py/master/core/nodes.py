@@ -58,6 +58,8 @@ class NodeRecord:
     """Hash of the template that the node was created from; empty if that is not known."""
     restart: str = ""
     """``spec.restart.at`` when the node was created; empty if there was none."""
+    memory: Count = 0
+    """Memory limit in bytes that the node was created with; 0 for that of the template."""
 
 
 @dataclass(slots=True)

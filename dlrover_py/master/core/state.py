@@ -222,6 +222,8 @@ class DurableState:
     last_failure: Failure | None = None
     out_of_memory: str = ""
     """The last failure or loss because of exhausted memory, until training is steady again."""
+    memory: Count = 0
+    """Memory limit in bytes to which that of new nodes was raised; 0 if it was not."""
     max_step: Count | None = None
     """The highest training step that was reported."""
     resumed: bool = False

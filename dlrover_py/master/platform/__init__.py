@@ -32,6 +32,8 @@ class Platform(Protocol):
     """Whether it creates nodes; if not, nodes come by themselves."""
     avoids_hosts: bool
     """Whether it can keep a new node off given hosts."""
+    limits_memory: bool
+    """Whether it gives a new node the memory limit that it is asked for."""
     routed_s: float
     """Seconds until every node can reach a new master."""
     known: PriorMasterState
@@ -70,7 +72,7 @@ class Platform(Protocol):
         """
         ...
 
-    async def create_node(self, node: NodeId, avoid: Sequence[str] = ()) -> None:
+    async def create_node(self, node: NodeId, avoid: Sequence[str] = (), memory: int = 0) -> None:
         """Have the node created, now or when there is room; an existing node stays as it is.
 
         A platform may try until the node exists, or until the caller cancels the call. The return
@@ -80,6 +82,8 @@ class Platform(Protocol):
             node: Id of the node.
             avoid: Hosts that the node must not be placed on. A platform without ``avoids_hosts``
                 ignores them.
+            memory: Memory limit in bytes; 0 for that of the template. A platform without
+                ``limits_memory`` ignores it.
 
         Raises:
             TransientError: The platform cannot be reached, or refuses now. The caller calls again.

@@ -28,6 +28,7 @@ class LocalPlatform:
 
     can_create = True
     avoids_hosts = False
+    limits_memory = False
     routed_s = 0.0
     known = PriorMasterState()
 
@@ -65,7 +66,7 @@ class LocalPlatform:
         """Return 0, because the platform runs on the master's machine."""
         return 0.0
 
-    async def create_node(self, node: NodeId, avoid: Sequence[str] = ()) -> None:  # noqa: D102
+    async def create_node(self, node: NodeId, avoid: Sequence[str] = (), memory: int = 0) -> None:  # noqa: D102
         await self._client.call("PUT", f"/v1/nodes/{node}", deadline_s=CALL_S)
 
     async def delete_node(self, node: NodeId, grace_s: float) -> None:  # noqa: D102

@@ -16,6 +16,7 @@ class StaticPlatform:
 
     can_create = False
     avoids_hosts = False
+    limits_memory = False
     routed_s = 0.0  # a new master has the address of its predecessor
     known = PriorMasterState()
 
@@ -33,7 +34,7 @@ class StaticPlatform:
         """Return 0, because there is no platform that could fall silent."""
         return 0.0
 
-    async def create_node(self, node: NodeId, avoid: Sequence[str] = ()) -> None:
+    async def create_node(self, node: NodeId, avoid: Sequence[str] = (), memory: int = 0) -> None:
         """Refuse to create a node, because nodes are started by hand.
 
         Raises:

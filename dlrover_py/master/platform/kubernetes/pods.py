@@ -23,6 +23,7 @@ from dlrover_py.protocol import names
 from dlrover_py.protocol.autoscale import PodPlace
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import OWN_ENV, TEMPLATE, ElasticJob
+from dlrover_py.protocol.memory_growth import with_memory_limit
 from dlrover_py.protocol.names import NodeId, id_key
 from dlrover_py.protocol.reasons import ConditionType
 from dlrover_py.protocol.template import in_lines
@@ -75,6 +76,7 @@ def pod(
     pod_context: PodContext,
     avoid: Iterable[str] = (),
     place: PodPlace | None = None,
+    memory: int = 0,
 ) -> Obj:
     """Return the Pod to create for a node. Nothing is created, and the job is not changed.
 
@@ -84,6 +86,8 @@ def pod(
         pod_context: Values that all Pods of the job share.
         avoid: Hosts that the Pod must not be placed on.
         place: The kind of hosts that it must be placed on; None for all.
+        memory: Memory limit of the main container in bytes; 0 for that of the template. It has no
+            effect if the template has no limit.
 
     Raises:
         ConfigError: The template has no container for the agent, uses a name or path that is
@@ -124,6 +128,8 @@ def pod(
         spec.setdefault("automountServiceAccountToken", False)
     if job.worker.priority_class:
         spec.setdefault("priorityClassName", job.worker.priority_class)
+    if memory and job.worker.memory:
+        spec["containers"][index] = with_memory_limit(spec["containers"][index], memory)
     _extend_main_container(spec, spec["containers"][index], job, node, pod_context)
     _exclude_hosts(spec, avoid)
     if place is not None:
