@@ -8,6 +8,8 @@
   learned bound is about 5 s, because agents report once a second.
 * *controls*: jobs without a hang, and one whose rank computes for 12 s within a step while the
   others wait. No hang may be told.
+* *healthy*: 20 jobs of ten shapes (tests/programs/healthy.py) for three minutes each, four at a
+  time, and one for ``--minutes``. No alarm of any kind may be raised.
 * *wrong*: a job of 3 replicas under DDP (tests/programs/train_wrongly.py). In its first round a bit
   flips in the parameters of a rank, in the second one the loss of a rank becomes NaN. It counts if
   the event names that rank, and the next round continues from the last good checkpoint.
@@ -32,6 +34,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -44,11 +47,13 @@ from dlrover_py.master.core.diagnosis.spikes import SpikeWatch
 from dlrover_py.master.core.diagnosis.steps import StepClock
 from dlrover_py.trainer.replica_check import digest
 from tests.process.harness import document
+from tests.programs.healthy import SHAPES
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- diagnosis: begin -->", "<!-- diagnosis: end -->"
 PROGRAM = ROOT / "tests" / "programs" / "hang.py"
+HEALTHY = ROOT / "tests" / "programs" / "healthy.py"
 WRONG = ROOT / "tests" / "programs" / "train_wrongly.py"
 LEAST_S = 3
 KINDS = {
@@ -61,6 +66,8 @@ KINDS = {
 }
 """The kind of verdict that is expected of each injection."""
 CONTROLS = ("none", "slow")
+ALARMS = {"Hang", "Slow", "NotFinite", "Spike", "ReplicasDiffer", "NodeSlow"}
+"""Reasons of the events that tell of a job that stands still, is slow or has wrong values."""
 MEANINGS = {
     "freeze": "SIGSTOP of a rank",
     "skip": "a rank leaves out a collective",
@@ -189,6 +196,61 @@ def controls(times: int) -> list[Row]:
     note = "half of them with a rank that computes for 12 s in one step"
     return [
         row("healthy jobs: hangs told", target, f"{told} of {total}", "", not told, total, note)
+    ]
+
+
+def alarms_of(shape: str, seconds: float) -> list[str]:
+    """Run a healthy job of 2 nodes to its end; return the messages of the alarms about it.
+
+    Raises:
+        SystemExit: the job has failed.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        command = ["elastic-run", str(HEALTHY), shape, str(seconds)]
+        file = folder / "job.yaml"
+        file.write_text(yaml.safe_dump(document(command, name="healthy", replicas=2)))
+        environ = {
+            **os.environ,
+            "DLROVER_STATE_DIR": str(folder / "state"),
+            "DLROVER_RUNTIME_DIR": str(folder / "run"),
+            "OMP_NUM_THREADS": "1",
+        }
+        words = [str(Path(sys.executable).parent / "dlrover"), "job", "run", str(file), "--json"]
+        with (folder / "errors").open("w") as errors:
+            done = subprocess.run(
+                words, cwd=folder, env=environ, text=True, stdout=subprocess.PIPE, stderr=errors
+            )
+        if done.returncode:
+            raise SystemExit(f"{shape}: {done.stdout[-2000:]}{(folder / 'errors').read_text()}")
+        events = [json.loads(line).get("event") or {} for line in done.stdout.splitlines()]
+        return [f"{shape}: {e['message']}" for e in events if e.get("reason") in ALARMS]
+
+
+def healthy(seconds: float, minutes: float) -> list[Row]:
+    """Run healthy jobs of all shapes, each twice for some seconds, and one for some minutes."""
+    with ThreadPoolExecutor(5) as pool:
+        long = pool.submit(alarms_of, "noisy", 60 * minutes)
+        short = [
+            alarm
+            for found in pool.map(alarms_of, 2 * list(SHAPES), [seconds] * 2 * len(SHAPES))
+            for alarm in found
+        ]
+        shown = [*short, *long.result()]
+    for alarm in shown:
+        print(alarm, file=sys.stderr)
+    total = 2 * len(SHAPES)
+    return [
+        row(
+            f"alarms of any kind in {total} healthy jobs of {seconds / 60:g} minutes and one of "
+            f"{minutes:g} minutes",
+            "0",
+            f"{len(shown)}",
+            "Lablup 0.84 a day; Greyhound 0 on its trace",
+            not shown,
+            total + 1,
+            f"ten shapes, five jobs at a time on {os.cpu_count()} CPUs",
+        )
     ]
 
 
@@ -373,7 +435,10 @@ def main() -> None:
     parser.add_argument(
         "--write", action="store_true", help="put the table into docs/benchmarks.md"
     )
-    parser.add_argument("--only", choices=["hangs", "controls", "wrong", "spikes", "cost"])
+    parser.add_argument(
+        "--only", choices=["hangs", "controls", "healthy", "wrong", "spikes", "cost"]
+    )
+    parser.add_argument("--minutes", type=float, default=60.0, help="of the longest healthy job")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     rows = []
@@ -381,6 +446,8 @@ def main() -> None:
         rows += hangs(1 if args.quick else 4, args.seed)
     if args.only in (None, "controls"):
         rows += controls(1 if args.quick else 5)
+    if args.only == "healthy" or (args.only is None and not args.quick):
+        rows += healthy(180.0, args.minutes)
     if args.only in (None, "wrong"):
         rows += wrong(1 if args.quick else 20, args.seed)
     if args.only in (None, "spikes"):
