@@ -658,9 +658,9 @@ class Loop:
                 self._servers.tell(servers)
             case KeepEvidence():
                 self._evidence.keep(effect, lambda kept: self.add_events([kept]))
-            case CreateNode(node_id, avoid, memory):
+            case CreateNode(node_id, avoid, memory, stable):
                 create = self._platform.create_node
-                self._run_task(node_id, lambda: create(node_id, avoid, memory))
+                self._run_task(node_id, lambda: create(node_id, avoid, memory, stable))
             case DeleteNode(node_id, grace_s, _):
                 self._run_task(node_id, lambda: self._platform.delete_node(node_id, grace_s))
 

@@ -1,7 +1,7 @@
 """Faults of hosts, and the hosts that have failed in several jobs."""
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Final
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
@@ -13,6 +13,17 @@ class HostFaultKind(StrEnum):
     HARDWARE = "hardware"  # a device, its memory or its links failed under a worker
     CHECK = "check"  # the node did not pass its check
     LOST = "lost"  # the node fell silent, and nobody had asked it to leave
+
+
+SPOT_LABELS: Final = {
+    "cloud.google.com/gke-preemptible": "true",
+    "cloud.google.com/gke-spot": "true",
+    "eks.amazonaws.com/capacityType": "SPOT",
+    "karpenter.sh/capacity-type": "spot",
+    "kubernetes.azure.com/scalesetpriority": "spot",
+    "elasticjob.dlrover/spot": "true",
+}
+"""Labels of hosts that are taken away at short notice. Clouds set all but the last one."""
 
 
 class BadHosts(BaseModel):

@@ -237,6 +237,10 @@ class ReplicaSpec(Role):
     memory_growth: Annotated[MemoryGrowthSpec | None, CLUSTER_ONLY] = None
     """The higher memory limit of new nodes after one was killed for lack of memory. If absent, new
     nodes have the limit of the template. It cannot be used in a queue of Kueue."""
+    spot_policy: Annotated[Literal["any", "onDemandMin"], CLUSTER_ONLY] = "any"
+    """``any``: nodes are placed as the template says. ``onDemandMin``: new nodes are kept off spot
+    hosts until ``minReplicas`` nodes are; further ones prefer spot hosts. In a queue of Kueue, its
+    flavors decide."""
     auto_scale: bool | None = None
     """DLRover's switch: ``true`` means ``autoscale: {mode: auto}``, unless ``autoscale`` is set."""
     autoscale: AutoscaleSpec | None = None

@@ -9,6 +9,7 @@ from dlrover_py.master.core.history import CoreContext
 from dlrover_py.master.core.memory import NodeMemory
 from dlrover_py.master.core.nodes import Node, NodeRecord, Readiness
 from dlrover_py.master.core.policy import relaunch_delay
+from dlrover_py.master.core.spot import SpotHosts
 from dlrover_py.master.core.state import ReplacementSlot
 from dlrover_py.master.core.transitions import Transitions
 from dlrover_py.protocol.agents import Directive
@@ -40,6 +41,7 @@ class Capacity:
         self._assignments = assignments
         self._checkpointing = checkpointing
         self._memory = NodeMemory(context)
+        self.spot = SpotHosts(context)
         self.unlisted = False
         """Whether the existing nodes are unknown: there is neither a journal nor a list yet."""
         self._readmitted: set[str] = set()
@@ -53,7 +55,8 @@ class Capacity:
         Surplus nodes are dismissed ``settle_s`` after a new spec; members of the current round
         stay. A lost node is replaced once the delay of its slot is over. Nothing happens in a job
         that has ended or is suspended, or where nodes come by themselves. Nothing happens either
-        before the first list of nodes, if the journal was lost.
+        before the first list of nodes, if the journal was lost. While spot hosts are taken away too
+        often, only nodes on stable hosts are requested.
 
         The job fails if abandoned places leave fewer nodes than the minimum, unless workers of the
         current round have succeeded already.
@@ -90,7 +93,12 @@ class Capacity:
         fresh = missing - len(due) - len(later)
         avoid = self._avoided_hosts()
         restart = self.live.spec.spec.restart
-        for slot in due + [ReplacementSlot(relaunches=0)] * fresh:
+        stable, held_until = self.spot.stable_missing(), self.spot.held_until()
+        for at, slot in enumerate(due + [ReplacementSlot(relaunches=0)] * fresh):
+            if at >= stable and self.live.now < held_until:
+                later += due[at:]
+                self.live.wake(held_until)
+                break
             node_id = NodeId(f"n{self.state.next_node}")
             self.state.next_node += 1
             record = NodeRecord(
@@ -99,14 +107,15 @@ class Capacity:
                 template_hash=self.live.template_hash,
                 restart=restart.at if restart is not None else "",
                 memory=self._memory.of_new_nodes,
+                stable=at < stable,
             )
             failures = slot.failed_before_report
             self.live.nodes.plan(node_id, record, failed_before_report=failures)
             if avoid:
                 self._avoiding_hosts.add(node_id)
-            self.live.emit(CreateNode(node_id, avoid, record.memory))
+            self.live.emit(CreateNode(node_id, avoid, record.memory, record.stable))
         self.state.replacement_slots[:] = later
-        self.live.wake(*(slot.not_before for slot in later))
+        self.live.wake(*(s.not_before for s in later if s.not_before > self.live.now))
 
     def lift_bans(self) -> None:
         """Replace nodes that only banned hosts have room for, once such a host is allowed again.
@@ -265,14 +274,15 @@ class Capacity:
         """Dismiss up to this many nodes, those first whose loss costs least.
 
         Nodes that could start soon go later, then those whose whole topology domain is that of a
-        member, and then older ones. Members of the round stay until a smaller round has been formed
-        without them. Fewer nodes than ``surplus`` may therefore be dismissed.
+        member, then those that must be on stable hosts, and then older ones. Members of the round
+        stay until a smaller round has been formed without them. Fewer nodes than ``surplus`` may
+        therefore be dismissed.
         """
         order = {Readiness.PENDING: 0, Readiness.NEAR: 1, Readiness.BUSY: 2, Readiness.READY: 2}
         members = self.state.world.rank_of if self.state.world is not None else {}
         removable = [n for n in self.live.nodes if n.readiness in order and n.id not in members]
         near = {n.domain for n in map(self.live.nodes.get, members) if n is not None}
         removable.sort(key=lambda n: id_key(n.id), reverse=True)
-        removable.sort(key=lambda n: (order[n.readiness], n.domain in near))
+        removable.sort(key=lambda n: (order[n.readiness], n.domain in near, n.record.stable))
         for node in removable[:surplus]:
             self.dismiss(node, "the spec asks for fewer nodes", ExitCode.OK)

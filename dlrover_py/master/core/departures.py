@@ -81,6 +81,7 @@ class Departures:
         if seen.template_hash:
             self.live.nodes.set_template(node, seen.template_hash)
         if seen.leaving and not node.leaving:
+            self._capacity.spot.note_reclaim(node)
             self.node_leaving(node, seen.leaving)
         elif node.stuck and seen.template_hash not in ("", self.live.template_hash):
             # It became known after the change that it cannot start.
@@ -111,7 +112,8 @@ class Departures:
             ):
                 # The request for it is on its way or was lost, or the list is older than the
                 # request.
-                self.live.emit(CreateNode(node.id, node.record.avoid, node.record.memory))
+                record = node.record
+                self.live.emit(CreateNode(node.id, record.avoid, record.memory, record.stable))
 
     def node_leaving(self, node: Node, why: str) -> None:
         """Mark a node as leaving with notice, and have its place filled without a charge.
@@ -156,6 +158,8 @@ class Departures:
             smaller = self._ran_out_of_memory(node, ended.out_of_memory)
         if node is None or node.phase is NodePhase.GONE:
             return
+        if ended.by_platform and not node.leaving:
+            self._capacity.spot.note_reclaim(node)
         never_reported = node.incarnation == 0
         node.failed_before_report += never_reported
         # Only before the first round: later the command has been shown to work.

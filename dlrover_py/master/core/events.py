@@ -233,6 +233,8 @@ class CreateNode:
     """Hosts that the node must not be placed on."""
     memory: int = 0
     """Memory limit in bytes; 0 for that of the template."""
+    stable: bool = False
+    """Whether the node must not be placed on a spot host."""
 
 
 @dataclass(frozen=True, slots=True)

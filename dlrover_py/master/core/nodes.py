@@ -60,6 +60,8 @@ class NodeRecord:
     """``spec.restart.at`` when the node was created; empty if there was none."""
     memory: Count = 0
     """Memory limit in bytes that the node was created with; 0 for that of the template."""
+    stable: bool = False
+    """Whether the node must not be placed on a spot host."""
 
 
 @dataclass(slots=True)

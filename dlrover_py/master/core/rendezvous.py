@@ -171,6 +171,8 @@ class CandidateNode:
     topology: tuple[str, ...] = ()
     """Its domain, such as zone and rack, and its host: the outermost first."""
     role: str = "default"
+    stable: bool = False
+    """Whether it must not be on a spot host."""
 
     @property
     def domain(self) -> tuple[str, ...]:
@@ -192,18 +194,17 @@ def arrange(
 
     Returns:
         Members in the order of node ranks. If only some members of the round before can stay,
-        whole domains are given up first (:func:`topology.kept`). If only some new nodes are needed,
-        those in domains of the round stay first. The places of lost members go to the new nodes
-        that share most levels of the topology with them. Further new nodes follow at the end,
-        sorted by topology. Then the nodes of each domain are put side by side
-        (:func:`topology.grouped`). A new node of which nothing else is known is taken to be in the
-        domain of the lost one.
+        spot hosts are given up first, and among these whole domains (:func:`topology.kept`). If
+        only some new nodes are needed, those in domains of the round stay first. The places of lost
+        members go to the new nodes that share most levels of the topology with them. Further new
+        nodes follow at the end, sorted by topology. Then the nodes of each domain are put side by
+        side (:func:`topology.grouped`). A new node of which nothing else is known is taken to be in
+        the domain of the lost one.
     """
     by_id = {c.node: c for c in candidates}
     survivors = [node for node, _ in previous if node in by_id]
     if len(survivors) > size:
-        stay = kept([by_id[node].domain for node in survivors], size)
-        survivors = [survivors[at] for at in stay]
+        survivors = _staying([by_id[node] for node in survivors], size)
     staying = set(survivors)
     old = {node for node, _ in previous}
     spare = sorted(
@@ -239,6 +240,20 @@ def arrange(
         offset += place.nproc
         of_role[place.role] = of_role.get(place.role, 0) + place.nproc
     return tuple(members)
+
+
+def _staying(members: Sequence[CandidateNode], size: int) -> list[NodeId]:
+    """Choose ``size`` members: those on stable hosts first, then whole domains are given up first.
+
+    Args:
+        members: More than ``size`` nodes, in the order of ranks.
+        size: Number of members that stay.
+    """
+    stable = [at for at, member in enumerate(members) if member.stable]
+    others = [at for at, member in enumerate(members) if not member.stable]
+    some, always = (stable, []) if len(stable) >= size else (others, stable)
+    stay = kept([members[at].domain for at in some], size - len(always))
+    return [members[at].node for at in sorted([*always, *(some[i] for i in stay)])]
 
 
 def _needed(

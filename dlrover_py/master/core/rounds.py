@@ -278,7 +278,9 @@ class Rounds:
                 previous.append((member.node, node.place if node else ()))
         ready = [n for n in self.live.nodes if n.readiness is Readiness.READY]
         candidates = [
-            CandidateNode(n.id, n.incarnation, n.report.nproc, n.place, n.report.role)
+            CandidateNode(
+                n.id, n.incarnation, n.report.nproc, n.place, n.report.role, n.record.stable
+            )
             for n in ready
             if n.report is not None
         ]

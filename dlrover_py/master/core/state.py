@@ -224,6 +224,8 @@ class DurableState:
     """The last failure or loss because of exhausted memory, until training is steady again."""
     memory: Count = 0
     """Memory limit in bytes to which that of new nodes was raised; 0 if it was not."""
+    reclaims: list[float] = Field(default_factory=list)
+    """Unix times at which the last nodes on spot hosts were taken away, the oldest first."""
     max_step: Count | None = None
     """The highest training step that was reported."""
     resumed: bool = False

@@ -72,7 +72,9 @@ class Platform(Protocol):
         """
         ...
 
-    async def create_node(self, node: NodeId, avoid: Sequence[str] = (), memory: int = 0) -> None:
+    async def create_node(
+        self, node: NodeId, avoid: Sequence[str] = (), memory: int = 0, stable: bool = False
+    ) -> None:
         """Have the node created, now or when there is room; an existing node stays as it is.
 
         A platform may try until the node exists, or until the caller cancels the call. The return
@@ -84,6 +86,8 @@ class Platform(Protocol):
                 ignores them.
             memory: Memory limit in bytes; 0 for that of the template. A platform without
                 ``limits_memory`` ignores it.
+            stable: Whether the node must not be placed on a spot host. A platform without
+                ``avoids_hosts`` ignores it.
 
         Raises:
             TransientError: The platform cannot be reached, or refuses now. The caller calls again.

@@ -66,7 +66,9 @@ class LocalPlatform:
         """Return 0, because the platform runs on the master's machine."""
         return 0.0
 
-    async def create_node(self, node: NodeId, avoid: Sequence[str] = (), memory: int = 0) -> None:  # noqa: D102
+    async def create_node(  # noqa: D102
+        self, node: NodeId, avoid: Sequence[str] = (), memory: int = 0, stable: bool = False
+    ) -> None:
         await self._client.call("PUT", f"/v1/nodes/{node}", deadline_s=CALL_S)
 
     async def delete_node(self, node: NodeId, grace_s: float) -> None:  # noqa: D102

@@ -34,7 +34,9 @@ class StaticPlatform:
         """Return 0, because there is no platform that could fall silent."""
         return 0.0
 
-    async def create_node(self, node: NodeId, avoid: Sequence[str] = (), memory: int = 0) -> None:
+    async def create_node(
+        self, node: NodeId, avoid: Sequence[str] = (), memory: int = 0, stable: bool = False
+    ) -> None:
         """Refuse to create a node, because nodes are started by hand.
 
         Raises:

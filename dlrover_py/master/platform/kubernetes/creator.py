@@ -77,7 +77,9 @@ class PodCreator:
         A Pod may be deleted before it is ever seen.
         """
 
-    async def create_node(self, node: NodeId, avoid: Sequence[str], memory: int) -> None:
+    async def create_node(
+        self, node: NodeId, avoid: Sequence[str], memory: int, stable: bool
+    ) -> None:
         """Try to create the Pod until it exists or the task is canceled.
 
         Conditions of the job and the node's state show why the Pod does not exist. A refused Pod is
@@ -89,13 +91,14 @@ class PodCreator:
             node: Id of the node.
             avoid: Hosts that the Pod must not be placed on.
             memory: Memory limit of the main container in bytes; 0 for that of the template.
+            stable: Whether the Pod must not be placed on a spot host.
 
         Raises:
             TransientError: An attempt failed without a refusal of the Pod. The caller calls again.
         """
         refusals = self._table.refusals
         try:
-            problem = await self._create(node, avoid, memory)
+            problem = await self._create(node, avoid, memory, stable)
             while problem is not None:
                 if problem != refusals.get(node):
                     log.warning(problem.type, extra={"node": node, "why": problem.message})
@@ -104,7 +107,7 @@ class PodCreator:
                     self._context.facts.put([refused])
                 async with self._again:
                     await self._wait_for_room()
-                    problem = await self._create(node, avoid, memory)
+                    problem = await self._create(node, avoid, memory, stable)
                     self._refused += problem is not None
             self._refused = 0
             self._made.set()
@@ -134,7 +137,9 @@ class PodCreator:
             async with asyncio.timeout(wait_s):
                 await self._made.wait()
 
-    async def _create(self, node: NodeId, avoid: Sequence[str], memory: int) -> PodProblem | None:
+    async def _create(
+        self, node: NodeId, avoid: Sequence[str], memory: int, stable: bool
+    ) -> PodProblem | None:
         """Make one attempt; return the problem if the Pod is refused, otherwise None.
 
         If a request for the node is under way, its result is awaited instead. A request continues
@@ -145,7 +150,7 @@ class PodCreator:
         """
         post = self._posts.get(node)
         if post is None:
-            post = self._posts[node] = asyncio.create_task(self._post(node, avoid, memory))
+            post = self._posts[node] = asyncio.create_task(self._post(node, avoid, memory, stable))
             post.add_done_callback(functools.partial(self._posted, node))
         return await asyncio.shield(post)
 
@@ -155,7 +160,9 @@ class PodCreator:
         if not post.cancelled():
             post.exception()
 
-    async def _post(self, node: NodeId, avoid: Sequence[str], memory: int) -> PodProblem | None:
+    async def _post(
+        self, node: NodeId, avoid: Sequence[str], memory: int, stable: bool
+    ) -> PodProblem | None:
         """Send one request to create the node's Pod; return why it was refused, otherwise None.
 
         No Pod is requested if the ElasticJob was deleted, or if the template cannot be used; that
@@ -177,7 +184,7 @@ class PodCreator:
             job = jobs.job
             try:
                 place = self._place(job, node)
-                pod = pods.pod(job, node, context.pod_context, avoid, place, memory)
+                pod = pods.pod(job, node, context.pod_context, avoid, place, memory, stable)
                 with transient(
                     ConfigError, AlreadyExistsError, InvalidError, ForbiddenError, NotFoundError
                 ):

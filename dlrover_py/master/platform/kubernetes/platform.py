@@ -153,7 +153,9 @@ class KubernetesPlatform:
                 silent_s = 0.0
             await asyncio.sleep(random_delay_s(least_s, most_s) - silent_s)
 
-    async def create_node(self, node: NodeId, avoid: Sequence[str] = (), memory: int = 0) -> None:
+    async def create_node(
+        self, node: NodeId, avoid: Sequence[str] = (), memory: int = 0, stable: bool = False
+    ) -> None:
         """Try to create the Pod until it exists or the task is canceled.
 
         Conditions of the job and the node's state show why the Pod does not exist. A Pod of this
@@ -163,11 +165,12 @@ class KubernetesPlatform:
             node: Id of the node.
             avoid: Hosts that the Pod must not be placed on.
             memory: Memory limit of the main container in bytes; 0 for that of the template.
+            stable: Whether the Pod must not be placed on a spot host.
 
         Raises:
             TransientError: An attempt failed without a refusal of the Pod. The caller calls again.
         """
-        await self._creator.create_node(node, avoid, memory)
+        await self._creator.create_node(node, avoid, memory, stable)
 
     async def delete_node(self, node: NodeId, grace_s: float) -> None:
         """Wait until a Pod ends by itself within the grace; otherwise delete it.

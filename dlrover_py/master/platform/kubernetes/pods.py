@@ -22,6 +22,7 @@ from dlrover_py.master.platform.kubernetes.ends import (
 from dlrover_py.protocol import names
 from dlrover_py.protocol.autoscale import PodPlace
 from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.hosts import SPOT_LABELS
 from dlrover_py.protocol.job import OWN_ENV, TEMPLATE, ElasticJob
 from dlrover_py.protocol.memory_growth import with_memory_limit
 from dlrover_py.protocol.names import NodeId, id_key
@@ -47,6 +48,8 @@ CRASHES = "CrashLoopBackOff"
 """Reason of a container that waits because it ended again and again."""
 _UNKNOWN = re.compile(r'unknown field "([^"]+)"')
 """Names an unknown field in a message of an API server with strict validation."""
+SPOT_WEIGHT = 10
+"""Weight of the preference for spot hosts, of 100."""
 CONNECT_S = "600"
 """Seconds that an agent tries to reach its master, which may be on its way to another host."""
 
@@ -77,6 +80,7 @@ def pod(
     avoid: Iterable[str] = (),
     place: PodPlace | None = None,
     memory: int = 0,
+    stable: bool = False,
 ) -> Obj:
     """Return the Pod to create for a node. Nothing is created, and the job is not changed.
 
@@ -88,6 +92,7 @@ def pod(
         place: The kind of hosts that it must be placed on; None for all.
         memory: Memory limit of the main container in bytes; 0 for that of the template. It has no
             effect if the template has no limit.
+        stable: Whether the Pod must not be placed on a spot host.
 
     Raises:
         ConfigError: The template has no container for the agent, uses a name or path that is
@@ -131,7 +136,9 @@ def pod(
     if memory and job.worker.memory:
         spec["containers"][index] = with_memory_limit(spec["containers"][index], memory)
     _extend_main_container(spec, spec["containers"][index], job, node, pod_context)
-    _exclude_hosts(spec, avoid)
+    _exclude_hosts(spec, avoid, SPOT_LABELS if stable else {})
+    if job.worker.spot_policy != "any" and not stable:
+        _prefer_spot(spec)
     if place is not None:
         meta["labels"][names.LABEL_PLACEMENT] = place.name
         spec["nodeSelector"] = {**(spec.get("nodeSelector") or {}), **place.node_selector}
@@ -230,25 +237,66 @@ def _downward(name: str, path: str) -> Obj:
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
-def _exclude_hosts(spec: Obj, avoid: Iterable[str]) -> None:
-    """Exclude these hosts in each of the node selector terms, of which one has to match.
+def _exclude_hosts(spec: Obj, avoid: Iterable[str], labels: Mapping[str, str]) -> None:
+    """Exclude hosts in each of the node selector terms, of which one has to match.
 
-    Without hosts the Pod spec stays as it is. Terms of the template are kept.
+    Without names and labels the Pod spec stays as it is. Terms of the template are kept.
+
+    Args:
+        spec: The Pod spec.
+        avoid: Names of hosts to exclude.
+        labels: Labels; a host that has one of them, with its value, is excluded.
     """
     bans = [
         {"key": "metadata.name", "operator": "NotIn", "values": [host]} for host in sorted(avoid)
     ]
-    if not bans:
+    kinds = [{"key": key, "operator": "NotIn", "values": [kind]} for key, kind in labels.items()]
+    if not bans and not kinds:
         return
-    affinity = spec["affinity"] = dict(spec.get("affinity") or {})
-    node_affinity = affinity["nodeAffinity"] = dict(affinity.get("nodeAffinity") or {})
+    node_affinity = _node_affinity(spec)
     key = "requiredDuringSchedulingIgnoredDuringExecution"
     terms = (node_affinity.get(key) or {}).get("nodeSelectorTerms") or [{}]
     node_affinity[key] = {
         "nodeSelectorTerms": [
-            {**term, "matchFields": [*(term.get("matchFields") or []), *bans]} for term in terms
+            {
+                **term,
+                **_joined(term, "matchFields", bans),
+                **_joined(term, "matchExpressions", kinds),
+            }
+            for term in terms
         ]
     }
+
+
+def _joined(term: Obj, key: str, more: list[Obj]) -> Obj:
+    """Return a list of a node selector term with more entries; nothing if there are none."""
+    return {key: [*(term.get(key) or []), *more]} if more else {}
+
+
+def _prefer_spot(spec: Obj) -> None:
+    """Prefer spot hosts, besides what the template prefers."""
+    node_affinity = _node_affinity(spec)
+    key = "preferredDuringSchedulingIgnoredDuringExecution"
+    node_affinity[key] = [
+        *(node_affinity.get(key) or []),
+        *(
+            {
+                "weight": SPOT_WEIGHT,
+                "preference": {
+                    "matchExpressions": [{"key": label, "operator": "In", "values": [value]}]
+                },
+            }
+            for label, value in SPOT_LABELS.items()
+        ),
+    ]
+
+
+def _node_affinity(spec: Obj) -> Obj:
+    """Return the node affinity of a Pod spec, which the caller may change; add it if missing."""
+    affinity = spec["affinity"] = dict(spec.get("affinity") or {})
+    node_affinity: Obj = dict(affinity.get("nodeAffinity") or {})
+    affinity["nodeAffinity"] = node_affinity
+    return node_affinity
 
 
 # --- State of a Pod ------------------------------------------------------------------------------
