@@ -244,22 +244,22 @@ def _print_selected(folder: Path, while_exists: Path | None, query: LogQuery) ->
     """Print the selected lines; return whether there was a file that could be read.
 
     With ``while_exists`` it looks every ``POLL_S`` seconds for new lines and files, until that file
-    is gone. A file that cannot be opened is reported on standard error, and not tried again.
+    is gone. A file that cannot be opened is reported on standard error once, and tried again
+    each time.
     """
     pause = threading.Event()
     terminal = sys.stdout.isatty()
     open_files: dict[Path, tuple[BinaryIO, bytes]] = {}
-    refused: set[Path] = set()
+    told: set[Path] = set()
     while True:
         last = while_exists is None or not while_exists.exists()
         for path, origin in sorted(_selected_files(folder, query)):
-            if path in refused:
-                continue
             try:
                 stream, rest = open_files.get(path) or (os.fdopen(open_regular(path), "rb"), b"")
             except OSError as error:  # a pipe or a device could block, or never end
-                refused.add(path)
-                sys.stderr.write(f"dlrover: {path}: {error.strerror}\n")
+                if path not in told:
+                    told.add(path)
+                    sys.stderr.write(f"dlrover: {path}: {error.strerror}\n")
                 continue
             more = True
             while more:  # in parts: a file may be larger than the memory

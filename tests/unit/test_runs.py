@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import io
 import json
 import os
 import socket
@@ -172,6 +173,32 @@ def test_a_log_is_shown_in_parts(tmp_path: Path, capfdbinary: pytest.CaptureFixt
     assert lines[-1] == b"last"
     assert b"".join(lines[2:-1]) == long
     assert max(map(len, lines)) <= logs.LONGEST_LINE + logs.READ_BYTES
+
+
+def test_a_log_that_could_not_be_opened_once_is_followed_later(
+    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, out = tmp_path / "running", tmp_path / "n0" / "1" / "1" / "0" / "stdout.log"
+    running.touch()
+    out.parent.mkdir(parents=True)
+    os.mkfifo(out)
+    told = threading.Event()
+
+    class Errors(io.StringIO):
+        def write(self, text: str) -> int:
+            told.set()
+            return super().write(text)
+
+    monkeypatch.setattr("sys.stderr", errors := Errors())
+    following = threading.Thread(target=logs.print_logs, args=(tmp_path, running, LogQuery()))
+    following.start()
+    assert told.wait(30)
+    (new := tmp_path / "new").write_text("step 1\n")
+    new.replace(out)
+    running.unlink()
+    following.join()
+    assert b"step 1" in capfdbinary.readouterr().out
+    assert errors.getvalue().count(str(out)) == 1
 
 
 @pytest.fixture
