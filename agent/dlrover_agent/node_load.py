@@ -1,8 +1,10 @@
-"""What the processes of this node lack: the kernel's counters, read now and then in a thread."""
+"""What the processes of this node use and lack: the kernel's counters, read now and then in a
+thread."""
 
 import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from dlrover_py.process import cgroups
@@ -12,11 +14,59 @@ from dlrover_py.protocol.agents import NodeLoad
 PERIOD_S = 10.0
 """Seconds between two readings, at least."""
 LEAST_CHANGE = 0.05
-"""A number must change by this much to be reported: a report that changes all the time says no
-more."""
+"""A share must change by this much to be reported, and what is used by this share of the limit or
+of the number of CPUs: a report that changes all the time says no more."""
 PRESSURE = Path("/proc/pressure")
 """Folder with the pressure stall information of the machine."""
 _RESOURCES = ("cpu", "io", "memory")
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """The counters at one time."""
+
+    at: float
+    """Seconds of a clock that never decreases."""
+    periods: tuple[int, int]
+    """Periods of the CPU limit, and those in which it stopped a process."""
+    stalled_us: dict[str, int]
+    """Microseconds in which some process waited, by resource."""
+    usage: cgroups.Usage | None
+    """What the container uses; None if that is not known."""
+
+
+def _load(last: _Reading, new: _Reading) -> NodeLoad:
+    """Return the load between two readings."""
+    seconds = new.at - last.at
+    passed = new.periods[0] - last.periods[0]
+    shares = {"throttled": (new.periods[1] - last.periods[1]) / passed if passed > 0 else 0.0}
+    for name in _RESOURCES:
+        shares[name] = (new.stalled_us[name] - last.stalled_us[name]) / (1e6 * seconds)
+    load = NodeLoad(**{n: round(min(1.0, max(0.0, share)), 2) for n, share in shares.items()})
+    if new.usage is None:
+        return load
+    cpu_us = new.usage.cpu_us - (last.usage.cpu_us if last.usage is not None else new.usage.cpu_us)
+    return load.model_copy(
+        update={
+            "memory_bytes": new.usage.memory_bytes,
+            "memory_limit": new.usage.limit_bytes,
+            "cores": round(max(0.0, cpu_us / (1e6 * seconds)), 2),
+        }
+    )
+
+
+def _differs(one: NodeLoad, other: NodeLoad) -> bool:
+    """Return whether a load differs from another by enough to be reported."""
+    least = {
+        "memory_bytes": max(1.0, LEAST_CHANGE * one.memory_limit),
+        "memory_limit": 1.0,
+        "cores": LEAST_CHANGE * max(1.0, one.cores),
+    }
+    before = other.model_dump()
+    return any(
+        abs(value - before[name]) >= least.get(name, LEAST_CHANGE)
+        for name, value in one.model_dump().items()
+    )
 
 
 class LoadMeter:
@@ -27,6 +77,7 @@ class LoadMeter:
         *,
         clock: Callable[[], float] = time.monotonic,
         periods: Callable[[], tuple[int, int]] = cgroups.cpu_periods,
+        usage: Callable[[], cgroups.Usage | None] = cgroups.usage,
         pressure: Path = PRESSURE,
     ) -> None:
         """Read nothing yet.
@@ -34,14 +85,16 @@ class LoadMeter:
         Args:
             clock: Returns seconds that never decrease.
             periods: Returns the periods of the CPU limit, and those in which it stopped a process.
+            usage: Returns what the container uses; None without a limit.
             pressure: Folder with the files ``cpu``, ``io`` and ``memory`` of the kernel.
         """
         self.newest: NodeLoad | None = None
         """The load that is reported; None before the second reading."""
-        self._clock, self._periods, self._pressure = clock, periods, pressure
+        self._clock, self._periods, self._usage = clock, periods, usage
+        self._pressure = pressure
         self._thread = BackgroundThread("load")
         self._asked_at: float | None = None
-        self._last: tuple[float, tuple[int, int], dict[str, int]] | None = None
+        self._last: _Reading | None = None
 
     def load(self) -> NodeLoad | None:
         """Return the newest load, without waiting; begin another reading if it is time."""
@@ -54,23 +107,18 @@ class LoadMeter:
 
     def read(self) -> None:
         """Read the counters, and take over the load since the reading before."""
-        now, periods = self._clock(), self._periods()
-        waits = {name: _stalled_us(self._pressure / name) for name in _RESOURCES}
-        last, self._last = self._last, (now, periods, waits)
-        if last is None or now <= last[0]:
+        new = _Reading(
+            self._clock(),
+            self._periods(),
+            {name: _stalled_us(self._pressure / name) for name in _RESOURCES},
+            self._usage(),
+        )
+        last, self._last = self._last, new
+        if last is None or new.at <= last.at:
             return
-        passed = periods[0] - last[1][0]
-        throttled = (periods[1] - last[1][1]) / passed if passed > 0 else 0.0
-        shares = {
-            name: (waits[name] - last[2][name]) / (1e6 * (now - last[0])) for name in _RESOURCES
-        }
-        found = {
-            name: round(min(1.0, max(0.0, share)), 2)
-            for name, share in {"throttled": throttled, **shares}.items()
-        }
-        old = self.newest.model_dump() if self.newest is not None else {}
-        if not old or any(abs(share - old[n]) >= LEAST_CHANGE for n, share in found.items()):
-            self.newest = NodeLoad(**found)
+        found, old = _load(last, new), self.newest
+        if old is None or _differs(found, old):
+            self.newest = found
 
 
 def _stalled_us(path: Path) -> int:

@@ -250,7 +250,9 @@ def _last_progress(status: JobStatus) -> Progress | None:
     return status.progress.model_copy(update={"steps_per_s": 0.0})
 
 
-_DISPENSABLE_NODE_COLUMNS = ("RESTARTS", "HOST", "DOMAIN", "POD", "STEP", "ROLE")
+_DISPENSABLE_NODE_COLUMNS = (
+    *("RESTARTS", "CPUS", "HOST", "DOMAIN", "MEMORY", "POD", "STEP", "ROLE"),
+)
 """Columns of the table of nodes that are left out on a narrow terminal, in this order."""
 
 
@@ -275,6 +277,7 @@ def nodes_table(
     """
     nodes, pods = list(nodes), pods or {}
     domains = any(node.domain for node in nodes)
+    measured = any(node.memory_limit for node in nodes)
     shown, notes = [], []
     for node in nodes:
         gone = node.phase is NodePhase.GONE
@@ -291,6 +294,7 @@ def nodes_table(
             **({"DOMAIN": node.domain} if domains else {}),
             "WORKERS": "" if gone else workers,
             "STEP": "" if node.step is None or gone else str(node.step),
+            **({"CPUS": node.cores_words, "MEMORY": node.memory_words} if measured else {}),
             "RESTARTS": str(node.restarts) if node.restarts else "",
             **({"POD": pods.get(node.id, "-")} if pods else {}),
             "": node.message,

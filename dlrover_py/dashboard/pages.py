@@ -240,6 +240,11 @@ class JobPage:
             return Markup("")
         return ranks.grid(self.nodes, self.median_step_s)
 
+    @cached_property
+    def measured(self) -> bool:
+        """Whether it is known of some node what it uses of its CPUs and its memory."""
+        return any(node.memory_limit for node in self.nodes)
+
     def step_time(self, node: NodeStatus) -> str:
         """Return the time of a node's step, and its ratio to the median; empty if not known."""
         return ranks.step_time(node, self.median_step_s)

@@ -142,6 +142,38 @@ def oom_kills(root: Path = ROOT, own_groups: Path = OWN_GROUPS) -> OomKills:
     return OomKills(count, limit, peak)
 
 
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a control group with a memory limit uses."""
+
+    memory_bytes: int
+    """Memory in use, without page cache that the kernel can reclaim immediately."""
+    limit_bytes: int
+    """The memory limit."""
+    cpu_us: int
+    """Microseconds of processor time so far; 0 if the kernel does not say."""
+
+
+def usage(root: Path = ROOT, own_groups: Path = OWN_GROUPS) -> Usage | None:
+    """Return what this process's container uses: the innermost group with a memory limit.
+
+    The result is None without a limit, or if the kernel's files cannot be read.
+
+    Args:
+        root: Folder in which control groups are mounted.
+        own_groups: File that lists the control groups of this process.
+    """
+    found = None
+    for group, names in _groups(root, own_groups):
+        limit = _number(group / names.limit)
+        used = _number(group / names.used)
+        idle = _entry(group / "memory.stat", names.idle)
+        if limit and limit < UNLIMITED and used is not None and idle is not None:
+            cpu_us = _entry(group / "cpu.stat", "usage_usec") or 0
+            found = Usage(max(0, used - idle), limit, cpu_us)
+    return found
+
+
 def cpu_periods(root: Path = ROOT, own_groups: Path = OWN_GROUPS) -> tuple[int, int]:
     """Return the periods of the CPU limit so far, and those in which it has stopped a process.
 

@@ -457,8 +457,17 @@ class LoaderState(Wire):
 
 
 class NodeLoad(Wire):
-    """How far the processes of a node lack CPU, memory and storage. Each number is from 0 to 1."""
+    """What the processes of a node use, and how far they lack CPU, memory and storage.
 
+    What they use is known only in a container with a memory limit.
+    """
+
+    memory_bytes: Count = 0
+    """Memory that they use, without page cache that can be reclaimed immediately."""
+    memory_limit: Count = 0
+    """The memory limit of their container in bytes; 0 if what they use is not known."""
+    cores: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+    """Number of CPUs that they use, on average over some seconds."""
     throttled: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the periods in which the CPU limit of the container has stopped it (cgroup v2)."""
     cpu: Annotated[float, Field(ge=0, le=1)] = 0.0

@@ -27,6 +27,7 @@ from dlrover_py.protocol.agents import Count, Progress, Words, WorkerFailure, Wo
 from dlrover_py.protocol.autoscale import NodeAllocation
 from dlrover_py.protocol.diagnosis import HangVerdict
 from dlrover_py.protocol.hosts import BadHosts, HostFaultKind
+from dlrover_py.protocol.words import byte_size
 
 
 class _StatusModel(BaseModel):
@@ -218,12 +219,30 @@ class NodeStatus(_StatusModel):
     """Step of the newest checkpoint of its workers that is in its memory."""
     copy_step: int | None = None
     """Step of the newest checkpoint in its copy of a peer's memory."""
+    memory_bytes: int = 0
+    """Memory that its processes use, in bytes."""
+    memory_limit: int = 0
+    """The memory limit of its container in bytes; 0 if what it uses is not known."""
+    cores: float = 0.0
+    """Number of CPUs that its processes use."""
     restarts: int = 0
     """Failures of its workers that count against ``restartCount``."""
     relaunches: int = 0
     """Replacements of the node that count against ``restartCount``."""
     message: str = ""
     """What is wrong with the node, in words; empty if nothing is."""
+
+    @property
+    def memory_words(self) -> str:
+        """The memory that it uses, of its limit, such as ``3.1 GB of 8.6 GB``; empty if unknown."""
+        if not self.memory_limit:
+            return ""
+        return f"{byte_size(self.memory_bytes)} of {byte_size(self.memory_limit)}"
+
+    @property
+    def cores_words(self) -> str:
+        """The number of CPUs that it uses, such as ``7.5``; empty if that is not known."""
+        return f"{self.cores:.1f}" if self.memory_limit else ""
 
 
 class Failure(_StatusModel):

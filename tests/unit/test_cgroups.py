@@ -94,3 +94,24 @@ def test_the_use_of_memory_is_that_of_the_tightest_limit(
 def test_the_use_of_memory_may_be_unknown(tmp_path: Path) -> None:
     no = tmp_path / "no"
     assert cgroups.memory_use(tmp_path, no, no) is None
+
+
+@pytest.mark.parametrize(("outer", "inner", "limit"), [("max", "900", 900), ("5000", "max", 5000),
+                                                       ("5000", "900", 900), ("max", "max", None)])  # fmt: skip
+def test_what_is_used_is_that_of_the_innermost_group_with_a_limit(
+    tmp_path: Path, outer: str, inner: str, limit: int | None
+) -> None:
+    ours = tmp_path / "ours"
+    ours.write_text("0::/outer/own\n")
+    for place, most, used in (("outer", outer, 4000), ("outer/own", inner, 800)):
+        folder = tmp_path / place
+        folder.mkdir()
+        (folder / "memory.max").write_text(most)
+        (folder / "memory.current").write_text(str(used))
+        (folder / "memory.stat").write_text("inactive_file 200\n")
+        (folder / "cpu.stat").write_text("usage_usec 70\n")
+    found = cgroups.usage(tmp_path, ours)
+    if limit is None:
+        assert found is None
+    else:
+        assert found == cgroups.Usage(600 if limit == 900 else 3800, limit, 70)

@@ -267,6 +267,20 @@ def test_the_grid_of_any_number_of_nodes_is_small(count: int) -> None:
     assert grid.count(">?</b>") == 2, "one cell, and the legend: the worst mark of its nodes"
 
 
+def test_the_nodes_of_a_page_show_what_they_use_where_it_is_known() -> None:
+    view = running(nodes=2)
+    assert view.status is not None
+    used = {"memory_bytes": 3_100_000_000, "memory_limit": 8 << 30, "cores": 7.49}
+    first, second = view.status.nodes
+    for nodes, count in (([first, second.model_copy(update=used)], 1), ([first, second], 0)):
+        status = view.status.model_copy(update={"nodes": nodes})
+        found = pages.section("nodes", pages.JobPage(replace(view, status=status), History(), AT))
+        assert found.count("<td>7.5</td><td>3.1 GB of 8.6 GB</td>") == count
+        cells = {row.count("<td") + row.count("<th") for row in found.split("<tr")[1:]}
+        assert cells == {11 + 2 * count}, "each row has as many columns"
+        assert found.count(">CPUs</th>") == count
+
+
 def test_the_page_says_where_each_checkpoint_is_and_when_the_next_one_is_due() -> None:
     shown = running(nodes=2).status
     assert shown is not None

@@ -18,6 +18,7 @@ class Machine:
         self.meter = LoadMeter(
             clock=lambda: self.now,
             periods=lambda: cgroups.cpu_periods(folder, self.ours),
+            usage=lambda: None,
             pressure=folder,
         )
 
@@ -49,7 +50,12 @@ def test_a_small_change_is_not_reported(tmp_path: Path) -> None:
 
 
 def test_without_a_limit_and_without_the_kernels_files_nothing_is_lacking(tmp_path: Path) -> None:
-    meter = LoadMeter(clock=iter((0.0, 10.0)).__next__, periods=lambda: (0, 0), pressure=tmp_path)
+    meter = LoadMeter(
+        clock=iter((0.0, 10.0)).__next__,
+        periods=lambda: (0, 0),
+        usage=lambda: None,
+        pressure=tmp_path,
+    )
     meter.read()
     meter.read()
     assert meter.newest == NodeLoad()
@@ -59,3 +65,26 @@ def test_counters_that_went_back_are_no_load(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     machine.read(0, 1000, 300, 5_000_000)
     assert machine.read(10, 10, 5, 0) == NodeLoad()
+
+
+def test_what_a_container_uses_is_reported_with_its_limit(tmp_path: Path) -> None:
+    used: list[cgroups.Usage | None] = [None]
+    machine = Machine(tmp_path)
+    machine.meter = LoadMeter(
+        clock=lambda: machine.now,
+        periods=lambda: (0, 0),
+        usage=lambda: used[0],
+        pressure=tmp_path,
+    )
+    machine.read(0, 0, 0, 0)
+    used[0] = cgroups.Usage(memory_bytes=300, limit_bytes=1000, cpu_us=0)
+    first = machine.read(10, 0, 0, 0)
+    assert first == NodeLoad(memory_bytes=300, memory_limit=1000), "no CPU time is known before"
+    used[0] = cgroups.Usage(memory_bytes=340, limit_bytes=1000, cpu_us=100_000)
+    assert machine.read(10, 0, 0, 0) is first, "too small a change"
+    used[0] = cgroups.Usage(memory_bytes=340, limit_bytes=1000, cpu_us=25_100_000)
+    assert machine.read(10, 0, 0, 0) == NodeLoad(memory_bytes=340, memory_limit=1000, cores=2.5)
+    used[0] = cgroups.Usage(memory_bytes=340, limit_bytes=2000, cpu_us=50_100_000)
+    raised = machine.read(10, 0, 0, 0)
+    assert raised is not None
+    assert raised.memory_limit == 2000

@@ -296,6 +296,18 @@ def test_a_table_leaves_out_columns_on_a_narrow_terminal(width: int) -> None:
         assert ("GOODPUT" in table.header()) == (width > 100)
 
 
+def test_what_a_node_uses_of_its_container_is_shown_where_it_is_known() -> None:
+    unknown = status(JobPhase.RUNNING).nodes[0]
+    used = {"memory_bytes": 3_100_000_000, "memory_limit": 8 << 30, "cores": 7.49}
+    known = unknown.model_copy(update=used)
+    head, first, second = shown(view.nodes_table([unknown, known]), 200)
+    assert head.split()[-3:] == ["CPUS", "MEMORY", "RESTARTS"]
+    assert "7.5" in second
+    assert "3.1 GB of 8.6 GB" in second
+    assert "GB" not in first
+    assert "MEMORY" not in "".join(shown(view.nodes_table([unknown]), 200))
+
+
 def hostile(words: str) -> view.JobView:
     """A job of which each word that a script or a worker can choose is this one."""
     said = status(JobPhase.FAILED)

@@ -152,6 +152,7 @@ class StatusReport:
         behind = rank is not None and self._is_behind(node)
         role = NodeRole.MEMBER if rank is not None else NodeRole.STANDBY
         report = node.report
+        load = report.load if report else None
         if not node.alive:
             rank, role = None, NodeRole.NONE
         status = NodeStatus(
@@ -179,6 +180,9 @@ class StatusReport:
             steps_per_s=report.progress.steps_per_s if report and report.progress else 0.0,
             memory_step=_newest_step(report, replica=False),
             copy_step=_newest_step(report, replica=True),
+            memory_bytes=load.memory_bytes if load else 0,
+            memory_limit=load.memory_limit if load else 0,
+            cores=load.cores if load else 0.0,
             restarts=node.restarts,
             relaunches=node.relaunches,
             message=node.leaving or node.message or _preparation(node),
