@@ -30,6 +30,8 @@ from dlrover_py.kubernetes.kinds import Kind, Obj
 from dlrover_py.protocol.template import faults_of
 from tests.process.harness import free_port
 
+API_AUDIENCE = "https://kubernetes.default.svc"
+"""Audience of the tokens for the API server itself."""
 KINDS = [value for value in vars(kinds).values() if isinstance(value, Kind)]
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.:]*[a-z0-9])?")
 _MERGE_KEYS = {
@@ -128,6 +130,10 @@ class FakeCluster:
         logs: output of each Pod (namespace, name).
         ahead_s: seconds that the server's clock is ahead of this machine's clock.
         warnings: warnings in the reply to each creation.
+        users: by token, the user and the audiences of a token (empty: the API server).
+        listers: by name of a user, the namespaces whose ElasticJobs the user may list and read (an
+            empty one: all).
+        readers: by name of a user, namespace and name of single ElasticJobs that the user may read.
     """
 
     def __init__(self, *, tls: ssl.SSLContext | None = None) -> None:
@@ -141,6 +147,9 @@ class FakeCluster:
         self.ahead_s = 0.0
         self.warnings: list[str] = []
         self.logs: dict[tuple[str, str], str] = {}
+        self.users: dict[str, tuple[Obj, list[str]]] = {}
+        self.listers: dict[str, set[str]] = {}
+        self.readers: dict[str, set[tuple[str, str]]] = {}
         self.url = ""
         self._tls, self._port = tls, 0
         self._kinds = {kind.path(): kind for kind in KINDS}
@@ -431,8 +440,32 @@ class FakeCluster:
 
     # --- Writes ---
 
+    def _review_token(self, asked: Obj) -> Obj:
+        """Answer as an API server that knows audiences: a token is for those that it names."""
+        user, audiences = self.users.get(asked["spec"]["token"], ({}, []))
+        wanted = asked["spec"].get("audiences") or [API_AUDIENCE]
+        shared = [one for one in audiences or [API_AUDIENCE] if one in wanted]
+        if not user or not shared:
+            return asked | {"status": {"user": {}, "error": "invalid bearer token"}}
+        return asked | {"status": {"authenticated": True, "user": user, "audiences": shared}}
+
+    def _review_access(self, asked: Obj) -> Obj:
+        """Answer whether a user may list or read ElasticJobs; nobody may do anything else."""
+        spec, wanted = asked["spec"], asked["spec"]["resourceAttributes"]
+        user, space, verb = spec["user"], wanted.get("namespace", ""), wanted["verb"]
+        kind = kinds.ELASTICJOBS.group, kinds.ELASTICJOBS.plural
+        known = verb in ("get", "list") and (wanted["group"], wanted["resource"]) == kind
+        allowed = not self.listers.get(user, set()).isdisjoint(("", space))
+        if verb == "get":
+            allowed |= (space, wanted.get("name", "")) in self.readers.get(user, set())
+        return asked | {"status": {"allowed": known and allowed}}
+
     def _create(self, kind: Kind, namespace: str, call: Call) -> Obj:
         obj: Obj = copy.deepcopy(call.body)
+        if kind is kinds.TOKEN_REVIEWS:
+            return self._review_token(obj)
+        if kind is kinds.ACCESS_REVIEWS:
+            return self._review_access(obj)
         meta = obj.setdefault("metadata", {})
         if not meta.get("name") and meta.get("generateName"):
             meta["name"] = meta["generateName"] + uuid.uuid4().hex[:5]

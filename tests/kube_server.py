@@ -17,6 +17,8 @@ from tests.fakes_kube import write_kubeconfig
 from tests.process.harness import eventually, free_port
 
 TOKEN = "admin-of-a-test"
+USERS = {"ann": "ann-of-a-test", "bob": "bob-of-a-test"}
+"""Tokens of users that have no rights of their own, by name."""
 
 
 def programs() -> tuple[Path, Path] | str:
@@ -53,7 +55,8 @@ def api_server(folder: Path, server: Path, etcd: Path) -> Iterator[Path]:
     store, peer, port = free_port(), free_port(), free_port()
     program = folder / "kube-apiserver"  # the program acts according to its name
     program.symlink_to(server.resolve())
-    (folder / "tokens.csv").write_text(f"{TOKEN},admin,admin,system:masters\n")
+    users = "".join(f"{token},{name},{name}\n" for name, token in USERS.items())
+    (folder / "tokens.csv").write_text(f"{TOKEN},admin,admin,system:masters\n{users}")
     key = folder / "account.key"
     subprocess.run(["openssl", "genrsa", "-out", key, "2048"], check=True, capture_output=True)
     urls = [f"http://127.0.0.1:{store}", f"http://127.0.0.1:{peer}"]

@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Any, NoReturn, Self, TypeVar
 
-from pydantic import ValidationError
 from rich.console import Console
 from rich.live import Live
 
@@ -40,15 +39,14 @@ from dlrover_py.protocol.errors import (
     UnreachableError,
 )
 from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.protocol.job_object import read_conditions, read_events, read_phase, read_status
 from dlrover_py.protocol.local import History
 from dlrover_py.protocol.reasons import ConditionReason, ConditionType
 from dlrover_py.protocol.status import (
     Condition,
     EvidenceManifest,
     HostFault,
-    JobEvent,
     JobPhase,
-    JobStatus,
     date_time,
     unix_seconds,
 )
@@ -837,34 +835,6 @@ async def watching(
 # --- Views of an object (pure functions) ---
 
 
-def read_status(obj: Obj) -> JobStatus | None:
-    """Return the master's status with all conditions; None if there is none that can be read.
-
-    A status of another version that does not have the expected form counts as absent.
-    """
-    training = (obj.get("status") or {}).get("training")
-    if not isinstance(training, dict):
-        return None
-    conditions = [c.model_dump() for c in read_conditions(obj)]
-    with contextlib.suppress(ValidationError):  # it has the form of another version
-        return JobStatus.model_validate(training | {"conditions": conditions})
-    return None
-
-
-def read_conditions(obj: Obj) -> list[Condition]:
-    """Return the conditions of an object. Those of another form are left out."""
-    found = []
-    for condition in (obj.get("status") or {}).get("conditions") or []:
-        with contextlib.suppress(ValidationError):
-            at = unix_seconds(condition.get("lastTransitionTime")) or 0.0
-            found.append(
-                Condition.model_validate(
-                    {"reason": "", "message": "", **condition, "lastTransitionTime": at}
-                )
-            )
-    return found
-
-
 def job_view(
     obj: Obj, events: Sequence[Obj], pods: Sequence[Obj], *, where: str, notes: Sequence[str] = ()
 ) -> view.JobView:
@@ -878,7 +848,7 @@ def job_view(
         notes: what could not be read, and why.
     """
     status, conditions = read_status(obj), read_conditions(obj)
-    phase, reason = _phase(obj, status, conditions)
+    phase, reason = read_phase(obj, status, conditions)
     uid = obj["metadata"]["uid"]
     descriptions = _pods(obj["metadata"]["name"], uid, pods)
     return view.JobView(
@@ -916,32 +886,6 @@ def _header_lines(obj: Obj, where: str, pods: Sequence[Obj]) -> Iterator[str]:
             yield f"master    Pod {_pod_description(pod)}"
 
 
-def _phase(obj: Obj, status: JobStatus | None, conditions: list[Condition]) -> tuple[str, str]:
-    """Return the phase that the operator publishes, and the best known reason for it.
-
-    Without a phase it is ``Created``. The reason comes from the master's status if the phases
-    agree. Otherwise it comes from a condition: first a problem, then one of the phase.
-    """
-    meta, phase = obj["metadata"], (obj.get("status") or {}).get("phase") or ""
-    if meta.get("deletionTimestamp"):
-        return phase or "Deleting", "it is being deleted"
-    managed_by = (obj.get("spec") or {}).get("managedBy")
-    if not phase and status is None:
-        if managed_by not in (None, "", names.MANAGED_BY):
-            return "Created", f"it is managed by {managed_by} (spec.managedBy)"
-        return "Created", (
-            "no operator has processed it: check that one is installed and watches this namespace"
-        )
-    if status is not None and phase in ("", status.phase.value):
-        return phase or status.phase.value, status.reason
-    for condition in view.problems(conditions, status.round if status is not None else 0):
-        return phase, view.problem_line(condition)
-    for condition in conditions:
-        if condition.type in (phase, ConditionType.MASTER_READY) and condition.message:
-            return phase, condition.message
-    return phase, "its master has not published a status yet" if status is None else status.reason
-
-
 def _pods(job: str, uid: str, pods: Sequence[Obj]) -> dict[str, str]:
     """Return a description of the Pod of each node.
 
@@ -970,42 +914,6 @@ def _pod_description(pod: Obj) -> str:
         text += f" on {node}"
     restarts = sum(int(c.get("restartCount") or 0) for c in containers)
     return text + (f", {counted(restarts, 'restart')}" if restarts else "")
-
-
-def read_events(status: JobStatus | None, events: Sequence[Obj]) -> list[JobEvent]:
-    """Return the events of the master and of the operator, oldest first, each once.
-
-    They are those of the master's status, and the older ones that Kubernetes still keeps. Only
-    events of the status have causes that can be followed. The operator's events get negative
-    numbers.
-
-    Args:
-        status: the master's status; None if there is none.
-        events: Kubernetes events about the job.
-    """
-    found = {event.id: event for event in (status.events if status is not None else [])}
-    for number, obj in enumerate(events, start=1):
-        by_master = _component(obj) == names.ROLE_MASTER
-        tail = obj["metadata"]["name"].rpartition(".")[2]
-        event_id = int(tail) if by_master and tail.isdecimal() else -number
-        seen = obj.get("lastTimestamp") or obj.get("eventTime") or obj.get("firstTimestamp")
-        at = unix_seconds(seen) or 0.0
-        count = int(obj.get("count") or 1)
-        event = JobEvent(
-            id=event_id,
-            at=at,
-            type="Warning" if obj.get("type") == "Warning" else "Normal",
-            reason=obj.get("reason") or "",
-            message=(obj.get("message") or "") + (f" ({count} times)" if count > 1 else ""),
-        )
-        found.setdefault(event_id, event)
-    return sorted(found.values(), key=lambda e: (e.at, e.id))
-
-
-def _component(event: Obj) -> str:
-    """Return the name of the program that reported an event."""
-    source = (event.get("source") or {}).get("component")
-    return str(source or event.get("reportingComponent") or "")
 
 
 def _row(obj: Obj, *, gone: bool = False) -> tuple[view.JobRow, Obj]:

@@ -10,7 +10,7 @@ import hashlib
 import hmac
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 from urllib.parse import parse_qs, quote
@@ -213,11 +213,40 @@ class SectionWatch:
         return changed
 
 
+async def form_of(request: Request, most_bytes: int) -> dict[str, str] | None:
+    """Return the fields of a form, each with its first value; None if the form is too large."""
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > most_bytes:
+            return None
+    fields = parse_qs(body.decode("utf-8", "replace"))
+    return {name: values[0] for name, values in fields.items()}
+
+
 class Guard:
     """Middleware before every page: refuses a request without a session, and sets the headers."""
 
-    def __init__(self, app: ASGIApp, access: Access) -> None:
-        self._app, self._access = app, access
+    def __init__(
+        self,
+        app: ASGIApp,
+        known: Callable[[Request], bool],
+        *,
+        is_open: Callable[[str], bool] = "/enter".__eq__,
+        entrance: str = "enter.html",
+        headers: Mapping[str, str] = HEADERS,
+    ) -> None:
+        """Guard an application.
+
+        Args:
+            app: The pages.
+            known: Whether a request has a session.
+            is_open: Whether a path needs no session.
+            entrance: Template that a request without a session gets.
+            headers: Headers of every answer.
+        """
+        self._app, self._known, self._is_open = app, known, is_open
+        self._entrance, self._headers = entrance, headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on if it has a session or asks for one; answer others with status 401."""
@@ -226,14 +255,14 @@ class Guard:
 
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(HEADERS)
+                MutableHeaders(scope=message).update(self._headers)
             await send(message)
 
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if path == "/enter" or self._access.known(Request(scope)):
+        if self._is_open(path) or self._known(Request(scope)):
             await self._app(scope, receive, with_headers)
         else:
-            answer = HTMLResponse(pages.render("enter.html", root=""), 401)
+            answer = HTMLResponse(pages.render(self._entrance, root=""), 401)
             await answer(scope, receive, with_headers)
 
 
@@ -253,7 +282,7 @@ class Dashboard:
         """
         self._watches: dict[str, SectionWatch] = {}
         routes = _routes(jobs, access, now, poll_s, self._watches)
-        self.asgi: ASGIApp = Guard(routes, access)
+        self.asgi: ASGIApp = Guard(routes, access.known)
 
     def close(self) -> None:
         """End the event streams. Otherwise the server would wait for their viewers."""
@@ -358,19 +387,14 @@ def _routes(
     @found.post("/jobs/{name}/actions/{action}")
     async def act(name: str, action: str, request: Request) -> Response:
         """Do what a form asks for, and say what was done."""
-        body = b""
-        async for part in request.stream():
-            body += part
-            if len(body) > MAX_FORM_BYTES:
-                return HTMLResponse(
-                    pages.render("error.html", message="the form is too large"), 413
-                )
-        form = parse_qs(body.decode("utf-8", "replace"))
-        if not access.confirmed(form.get("csrf", [""])[0]):
+        form = await form_of(request, MAX_FORM_BYTES)
+        if form is None:
+            return problem("the form is too large", 413)
+        if not access.confirmed(form.get("csrf", "")):
             return problem("the form is not of this page: load the page anew", 403)
         if action not in ACTIONS:
             return HTMLResponse("", 404)
-        value = form.get("value", [""])[0]
+        value = form.get("value", "")
         log.info("action", extra={"data": {"job": name, "action": action, "value": value}})
         done = await asyncio.to_thread(jobs.change, name, action, value)
         return HTMLResponse(pages.render("done.html", message=done))

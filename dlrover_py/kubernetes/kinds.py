@@ -51,6 +51,12 @@ DEPLOYMENTS: Final = Kind("apps", "v1", "deployments", "Deployment")
 ROLES: Final = Kind("rbac.authorization.k8s.io", "v1", "roles", "Role")
 ROLE_BINDINGS: Final = Kind("rbac.authorization.k8s.io", "v1", "rolebindings", "RoleBinding")
 NETWORK_POLICIES: Final = Kind("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy")
+TOKEN_REVIEWS: Final = Kind(
+    "authentication.k8s.io", "v1", "tokenreviews", "TokenReview", namespaced=False
+)
+ACCESS_REVIEWS: Final = Kind(
+    "authorization.k8s.io", "v1", "subjectaccessreviews", "SubjectAccessReview", namespaced=False
+)
 ELASTICJOBS: Final = Kind(GROUP, "v1alpha1", "elasticjobs", KIND)
 KUEUE: Final = "kueue.x-k8s.io"
 """API group of Kueue."""

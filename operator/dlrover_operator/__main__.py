@@ -57,7 +57,8 @@ async def _run(settings: Settings) -> None:
     Signal handlers and the limit of open files of this process are changed, and not restored.
 
     Raises:
-        ConfigError: The address of the health pages cannot be used, or no API server is configured.
+        ConfigError: The address of the health pages, or the port of the dashboard, cannot be used,
+            or no API server is configured.
         Exception: The server of the pages or the work on jobs has failed; its error ends both.
     """
     from dlrover_operator import health
@@ -69,6 +70,8 @@ async def _run(settings: Settings) -> None:
         loop.add_signal_handler(number, stop.set)
     raise_file_limit()
     pages = health.listen(settings.health)
+    port = settings.dashboard_port
+    for_browsers = health.listen(f"127.0.0.1:{port}", "--dashboard-port") if port else None
     async with await KubeClient.connect() as api:
         operator = Operator(
             api,
@@ -80,14 +83,19 @@ async def _run(settings: Settings) -> None:
             ),
         )
         serving = server(health.app(operator))
-        port = pages.getsockname()[1]
+        health_port = pages.getsockname()[1]
         where = ",".join(settings.namespaces) or "everywhere"
-        log.info("started", extra={"namespaces": where, "health_port": port})
+        log.info("started", extra={"namespaces": where, "health_port": health_port})
         tasks = [
             asyncio.create_task(operator.run()),
             asyncio.create_task(serving.serve([pages])),
             asyncio.create_task(stop.wait()),
         ]
+        if for_browsers is not None:
+            from dlrover_operator import dashboard  # templates are loaded only where they are used
+
+            shown = server(dashboard.app(operator, api, loop.time))
+            tasks.append(asyncio.create_task(shown.serve([for_browsers])))
         done, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in rest:
             task.cancel()

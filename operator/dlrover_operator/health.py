@@ -48,13 +48,14 @@ def app(operator: Operator) -> FastAPI:
     return pages
 
 
-def listen(address: str) -> socket.socket:
+def listen(address: str, option: str = "--health") -> socket.socket:
     """Return a listening socket. The caller must accept its connections and close it.
 
     Args:
         address: ``host:port``. A host is a name, or an IPv4 address, or an IPv6 address in
             brackets. For a name, this machine listens at its IPv4 address. An empty host means all
             addresses: of IPv4, and of IPv6 where this machine has it. So does ``[::]``.
+        option: option that has the address, for the message of an error.
 
     Raises:
         ConfigError: the port is not a number up to 65535, or this machine cannot listen at the
@@ -71,4 +72,4 @@ def listen(address: str) -> socket.socket:
         )
     except (OSError, OverflowError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "the port is not a number"
-        raise ConfigError(f"--health {address}: {why}; expected a free host:port") from error
+        raise ConfigError(f"{option} {address}: {why}; expected a free host:port") from error

@@ -56,7 +56,7 @@ def decide(
         space = meta["namespace"]
         if not final_phase(status) and _runs_here(job):
             told.setdefault(space, {})[space, meta["name"]] = _bad_hosts(status)
-        if mode != "off" and (of_job := list(_faults(status.get("training") or {}))):
+        if mode != "off" and (of_job := list(faults_in(status.get("training") or {}))):
             faults.setdefault(space, {})[meta["uid"]] = of_job
     scores = HostScores(faults, now, policy)
     known = _known_hosts(jobs) if mode == "act" and faults else Counter[str]()
@@ -81,7 +81,7 @@ def _known_hosts(jobs: Iterable[Obj]) -> Counter[str]:
         training = (job.get("status") or {}).get("training") or {}
         named = (*(training.get("nodes") or ()), *(training.get("hostFaults") or ()))
         hosts = (one.get("host") for one in named if isinstance(one, Mapping))
-        own.setdefault(job["metadata"]["namespace"], set()).update(filter(_is_name, hosts))
+        own.setdefault(job["metadata"]["namespace"], set()).update(filter(is_host, hosts))
     namers = Counter(chain.from_iterable(own.values()))
     shared = {host for host, number in namers.items() if number > 1}
     return Counter({s: len(hosts) + len(shared) - len(hosts & shared) for s, hosts in own.items()})
@@ -105,18 +105,18 @@ def _runs_here(job: Obj) -> bool:
     return (job.get("spec") or {}).get("managedBy") in (None, names.MANAGED_BY)
 
 
-def _faults(training: Mapping[str, Obj]) -> Iterable[HostFault]:
+def faults_in(training: Mapping[str, Obj]) -> Iterable[HostFault]:
     """Yield the faults in the status of a job; those of another form are left out."""
     for fault in training.get("hostFaults") or ():
         try:
             found = HostFault.model_validate(fault)
         except ValidationError:
             continue
-        if _is_name(found.host):
+        if is_host(found.host):
             yield found
 
 
-def _is_name(host: object) -> TypeGuard[str]:
+def is_host(host: object) -> TypeGuard[str]:
     """Return whether this may be the name of a Node: Pods with another one would be refused."""
     return isinstance(host, str) and len(host) <= 253 and bool(_HOST.fullmatch(host))
 

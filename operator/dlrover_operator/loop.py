@@ -243,6 +243,11 @@ class Operator:
         return len(self._listed) == len(WATCHES) * len(self._scopes)
 
     @property
+    def jobs(self) -> dict[Key, Obj]:
+        """The ElasticJobs as they were last seen, without the parts that are not used."""
+        return {key: named[key[1]].view for key, named in self._cache[JOBS].items()}
+
+    @property
     def stuck(self) -> bool:
         """Whether work on one job runs for more than STUCK_S seconds."""
         return self._queue.longest_s > STUCK_S
@@ -359,9 +364,7 @@ class Operator:
             return None
         pods = self._cache[MASTER_PODS].get(key, {}).values()
         shares = self._sharing is not None and allotment.takes_part(job)
-        queued = bool(kueue.queue_of(job))
-        if self._queues is not None:
-            queued = self._queues.manages(job)
+        queued = bool(kueue.queue_of(job)) if self._queues is None else self._queues.manages(job)
         return ObservedJob(
             job=job,
             deployment=one(MASTERS, master),
@@ -481,11 +484,10 @@ class Operator:
         """Tell jobs of hosts that have failed in several jobs; return the result for metrics."""
         if not self.ready:
             return "unchanged"  # the jobs that are not listed yet have faults, too
-        jobs = {key: named[key[1]].view for key, named in self._cache[JOBS].items()}
+        jobs = self.jobs
         writes = host_watch.decide(jobs.values(), self._bad_hosts, self._api.wall())
-        return await self._write_all(
-            HOSTS, jobs, {key: actions.TellOfHosts(bad) for key, bad in writes.items()}
-        )
+        tell = {key: actions.TellOfHosts(bad) for key, bad in writes.items()}
+        return await self._write_all(HOSTS, jobs, tell)
 
     async def _allot(self, source: Key) -> str:
         """Write how many nodes each job may have; return the result for the metrics.
@@ -498,7 +500,7 @@ class Operator:
         decides = self._sharing if source == ALLOT else self._queues
         if decides is None or not (self.ready and decides.ready):
             return "unchanged"  # the next list causes a decision
-        jobs = {key: named[key[1]].view for key, named in self._cache[JOBS].items()}
+        jobs = self.jobs
         writes = decides.writes(jobs.values(), self._api.wall())
         allot = {key: one if one is None else actions.Allot(one) for key, one in writes.items()}
         return await self._write_all(source, jobs, allot, decides)
@@ -535,8 +537,7 @@ class Operator:
             return self._retry_later(decision, failure)
         self._failures.pop(decision, None)
         again_s = RESYNC_S if decides is None else decides.again_s
-        wait_s = random_delay_s(0.8 * RESYNC_S, RESYNC_S)
-        self._queue.add_after(decision, min(wait_s, again_s))
+        self._queue.add_after(decision, min(random_delay_s(0.8 * RESYNC_S, RESYNC_S), again_s))
         return "done" if writes else "unchanged"
 
     def _plan(self, seen: ObservedJob, now: float) -> JobPlan:
@@ -784,7 +785,7 @@ def _without_unused(obj: Obj) -> Obj:
     if training:
         kept = (
             *("phase", "generation", "endedAt", "leftOut", "nodesInRound", "desired", "speed"),
-            "hostFaults",
+            *("hostFaults", "summary"),
         )
         lean = {k: training[k] for k in kept if k in training}
         lean["nodes"] = [

@@ -42,6 +42,8 @@ class Settings:
     """What follows if hosts fail in several jobs."""
     host_labels: tuple[str, ...] = ()
     """Labels of hosts that are copied to the Pods of workers on them."""
+    dashboard_port: int = 0
+    """Port of the pages for a browser on the loopback device; 0: they are not served."""
 
     @classmethod
     def parse(cls, argv: Sequence[str] | None = None) -> "Settings":
@@ -79,6 +81,7 @@ class Settings:
             gangs=args.gangs,
             bad_hosts=args.bad_hosts,
             host_labels=tuple(dict.fromkeys(args.host_label)),
+            dashboard_port=args.dashboard_port,
         )
 
 
@@ -159,6 +162,17 @@ def _count(text: str) -> int:
     if text.isdecimal():
         return int(text)
     raise argparse.ArgumentTypeError(f"{text!r}: expected a number of nodes")
+
+
+def _port(text: str) -> int:
+    """Return the number of a port.
+
+    Raises:
+        ArgumentTypeError: the text is no such number.
+    """
+    if text.isascii() and text.isdecimal() and 1 <= (port := int(text)) <= 65535:
+        return port
+    raise argparse.ArgumentTypeError(f"{text!r}: expected a port from 1 to 65535")
 
 
 def _seconds(text: str) -> float:
@@ -282,6 +296,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="LABEL",
         help="copy this label from each host to the Pods of workers on it, for the order of ranks; "
         "may be given several times (default: none)",
+    )
+    p.add_argument(
+        "--dashboard-port",
+        type=_port,
+        default=0,
+        metavar="PORT",
+        help="serve pages about jobs and hosts for a browser on this port of the loopback device "
+        "(default: no pages)",
     )
     p.add_argument("--log-level", default="INFO", choices=LEVELS)
     return p

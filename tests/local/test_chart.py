@@ -317,6 +317,34 @@ def test_labels_of_hosts_arrive_with_two_rights_more() -> None:
     assert rights(objects) - rights(rendered({})) == more
 
 
+def test_the_dashboard_is_on_loopback_and_adds_two_questions_to_the_rights() -> None:
+    def rights(objects: list[Obj]) -> set[tuple[str, str, str]]:
+        return set().union(*(flat(role["rules"]) for role in of_kind(objects, "ClusterRole")))
+
+    plain, objects = rendered({}), rendered({"dashboard": {"enabled": True}})
+    assert settings.Settings.parse(arguments(plain)).dashboard_port == 0
+    assert settings.Settings.parse(arguments(objects)).dashboard_port == 8090
+    for kind in ("Service", "NetworkPolicy"):
+        assert of_kind(objects, kind) == of_kind(plain, kind), "no other Pod has a way to it"
+    reviews = (kinds.TOKEN_REVIEWS, kinds.ACCESS_REVIEWS)
+    assert rights(objects) - rights(plain) == {(k.group, k.plural, "create") for k in reviews}
+    (role,) = of_kind(objects, "Role")
+    assert role["metadata"] | {"labels": {}} == {
+        "name": "dlrover-operator-dashboard", "namespace": "system", "labels": {},
+    }  # fmt: skip
+    (deployment,) = of_kind(objects, "Deployment")
+    assert role["rules"][0]["resourceNames"] == [deployment["metadata"]["name"]]
+    assert of_kind(objects, "RoleBinding") == [], "whom it is for is not the chart's to say"
+    namespaced = rendered(NAMESPACED | {"dashboard": {"enabled": True}})
+    (reviews_only,) = of_kind(namespaced, "ClusterRole")
+    assert reviews_only["metadata"]["name"] == "system-dlrover-operator-reviews"
+
+
+def arguments(objects: list[Obj]) -> list[str]:
+    (container,) = operator(objects)["spec"]["containers"]
+    return list(container["args"])
+
+
 def test_the_pod_gets_what_is_asked_for() -> None:
     objects = rendered(FULL)
     pod = operator(objects)
@@ -411,6 +439,7 @@ def test_a_namespaced_install_touches_nothing_of_the_cluster() -> None:
         ({"metrics": {"prometheusRule": {"leaveOut": ["Watchdog"]}}}, "leaveOut"),
         ({"crds": {"enabled": "yes"}}, "crds"),
         ({"topology": {"hostLabels": ["rack"]}}, "hostLabels"),
+        ({"dashboard": {"enabled": True, "port": 80}}, "port"),
         ({"topology": {"hostLabels": ["elasticjob.dlrover/name"]}}, "hostLabels"),
         ({"allocator": {"slot": {"g/gpu": "four"}}}, "slot"),
         ({"allocator": {"enabled": True}}, "needs allocator.capacity or allocator.nodeSelector"),

@@ -27,3 +27,10 @@ def test_a_program_imports_no_more_than_its_start_needs(module: str) -> None:
     argv = [sys.executable, "-P", str(PROGRAMS / "list_imports.py"), module]
     done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60)
     assert set(done.stdout.split()) <= ALLOWED[module]
+
+
+@pytest.mark.parametrize("module", ["dlrover_operator.__main__", "dlrover_operator.health"])
+def test_an_operator_without_pages_imports_nothing_of_them(module: str) -> None:
+    argv = [sys.executable, "-P", str(PROGRAMS / "list_imports.py"), module]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60)
+    assert {"jinja2", "markupsafe"}.isdisjoint(done.stdout.split())

@@ -731,11 +731,12 @@ async def test_the_process_is_killed_comes_again_and_ends_in_order(
     port = free_port()
     env = os.environ | {"KUBECONFIG": str(tmp_path / "kubeconfig")}
     argv = [sys.executable, "-m", "dlrover_operator", "--master-image=m:1"]
-    argv += [f"--health=127.0.0.1:{port}"]
+    for_browsers = free_port()
+    argv += [f"--health=127.0.0.1:{port}", f"--dashboard-port={for_browsers}"]
 
-    def page(path: str) -> str:
+    def page(path: str, of: int = port) -> str:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=SOON) as reply:
+            with urllib.request.urlopen(f"http://127.0.0.1:{of}{path}", timeout=SOON) as reply:
                 return str(reply.read().decode())
         except OSError:
             return ""
@@ -757,6 +758,9 @@ async def test_the_process_is_killed_comes_again_and_ends_in_order(
         await until(lambda: cluster.one(DEPLOYMENTS, MASTER), "a Deployment")
         await until(lambda: status(cluster).get("phase") == "Created", "its phase")
         assert await asyncio.to_thread(page, "/healthz") == "ok"
+        assert "Show a token" in await asyncio.to_thread(page, "/enter", for_browsers)
+        with pytest.raises(OSError, match="refused"):  # another address of the loopback device
+            socket.create_connection(("127.0.0.2", for_browsers), timeout=SOON)
         with socket.create_connection(("127.0.0.1", port)) as silent:
             silent.settimeout(SOON)
             assert await asyncio.to_thread(silent.recv, 1) == b"", "nobody is waited for for ever"

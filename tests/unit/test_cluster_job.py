@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from dlrover_operator.crd import definition
-from dlrover_py.cli.cluster import ClusterJob, _row, job_view, read_status
+from dlrover_py.cli.cluster import ClusterJob, _row, job_view
 from dlrover_py.cli.podlogs import node_of_rank
 from dlrover_py.cli.view import JobTable, problem_line
 from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.job_object import read_status
 from tests.builders import job_file
 
 MASTER = {
