@@ -21,7 +21,7 @@ from fastapi.staticfiles import StaticFiles
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dlrover_py.dashboard import pages
+from dlrover_py.dashboard import curves, pages
 from dlrover_py.protocol.errors import DLRoverError
 from dlrover_py.protocol.job_view import JobView
 from dlrover_py.protocol.local import History
@@ -342,10 +342,17 @@ def _routes(
         return StreamingResponse(events(), media_type="text/event-stream")
 
     @found.get("/jobs/{name}/curves.csv")
-    async def curves(name: str) -> Response:
-        """Return the numbers of the curves as a file."""
+    async def csv_file(name: str) -> Response:
+        """Return the numbers of the curves as CSV."""
         page = await newest(name)
-        return Response(pages.curves_csv(page.history), media_type="text/csv; charset=utf-8")
+        return Response(curves.as_csv(page.history), media_type="text/csv; charset=utf-8")
+
+    @found.get("/jobs/{name}/curves.tfevents")
+    async def event_file(name: str) -> Response:
+        """Return the numbers of the curves as an event file of TensorBoard."""
+        page = await newest(name)
+        content = await asyncio.to_thread(curves.as_event_file, page.history)
+        return Response(content, media_type="application/octet-stream")
 
     @found.get("/jobs/{name}/nodes/{node}/")
     async def node(name: str, node: str) -> Response:
