@@ -146,6 +146,8 @@ class SectionWatch:
         self._queues: set[asyncio.Queue[list[str] | None]] = set()
         self._task: asyncio.Task[None] | None = None
         self._page: pages.JobPage | None = None
+        self.sections: dict[str, str] = {}
+        """The sections of :attr:`page`, each made once for all viewers."""
 
     @property
     def page(self) -> pages.JobPage | None:
@@ -180,6 +182,7 @@ class SectionWatch:
             if not self._queues and self._task is not None:
                 self._task.cancel()
                 self._task = self._page = None
+                self.sections = {}
 
     def close(self) -> None:
         """End the streams of all viewers."""
@@ -191,9 +194,9 @@ class SectionWatch:
             try:
                 self._page = page = await self._load()
             except DLRoverError as error:
-                self._page, news = None, {"head": str(error)}
+                self._page, self.sections, news = None, {}, {"head": str(error)}
             else:
-                news = {name: pages.section(name, page) for name in pages.SECTIONS}
+                news = self.sections = {n: pages.section(n, page) for n in pages.SECTIONS}
             if changed := self._changed(news, asyncio.get_running_loop().time()):
                 for queue in self._queues:
                     queue.put_nowait(changed)
@@ -323,6 +326,9 @@ def _routes(
         """Return one section of a job's page."""
         if section not in pages.SECTIONS:
             return HTMLResponse("", 404)
+        watch = watches.get(name)
+        if not start and watch is not None and section in watch.sections:
+            return HTMLResponse(watch.sections[section])
         page = replace(await newest(name), nodes_from=max(0, start))
         return HTMLResponse(pages.section(section, page))
 

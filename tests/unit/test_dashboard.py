@@ -356,6 +356,31 @@ def test_a_job_that_is_watched_is_read_once_for_all_its_fragments() -> None:
     assert browser.jobs.loads == 2, "nobody watches any more: what was read is old"
 
 
+def test_a_section_that_was_announced_is_made_once_for_all_viewers() -> None:
+    """Each of fifty viewers had the ranks of a thousand nodes drawn anew."""
+    jobs = OneJob(running(nodes=2))
+    browser = Browser(jobs).enter()
+    assert jobs.view.status is not None
+    nodes = jobs.view.status.nodes
+
+    async def viewed() -> tuple[str, str]:
+        told: list[Message] = []
+        opened = browser.called("GET", "/jobs/demo/changes", stream=told)
+        stream = asyncio.create_task(opened)
+        while not any(message.get("body") for message in told):
+            await asyncio.sleep(0)
+        nodes.append(nodes[0].model_copy(update={"id": "late"}))  # for all that is made from now on
+        path = "/jobs/demo/sections/nodes"
+        texts = [(await browser.called("GET", path + more)).text for more in ("", "?start=1")]
+        stream.cancel()
+        await asyncio.wait([stream])
+        return texts[0], texts[1]
+
+    first, others = asyncio.run(viewed())
+    assert "2 live" in first
+    assert "3 live" in others, "another part of the table is made when it is asked for"
+
+
 def test_the_page_says_why_the_job_has_its_size_and_what_its_ranks_do() -> None:
     shown = running()
     assert shown.status is not None
