@@ -24,7 +24,8 @@ COPY pyproject.toml constraints.txt ./
 RUN /build/bin/python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb')); \
         print(*p['build-system']['requires'], sep='\n', file=open('/build/build.txt', 'w')); \
         print(*p['project']['dependencies'], sep='\n', file=open('/build/ours.txt', 'w')); \
-        print(*p['project']['optional-dependencies'].get('operator', []), sep='\n', \
+        extras = p['project']['optional-dependencies']; \
+        print(*extras['operator'], *extras['opentelemetry'], sep='\n', \
               file=open('/build/operator.txt', 'w'))" \
     && /build/bin/pip install --no-cache-dir --quiet -c constraints.txt -r /build/build.txt \
     && /build/bin/pip --python /opt/venv/bin/python install --no-cache-dir --quiet --no-compile \

@@ -36,7 +36,7 @@ demo: setup ## Train a small GPT on three local nodes, and break them on purpose
 test: setup-dev ## Everything that CI runs: checks and all tests
 	@$(MAKE) --no-print-directory check
 	@bash scripts/browser.sh
-	@bash scripts/promtool.sh
+	@bash scripts/prometheus.sh
 	@$(PYTHON) -m tests.cluster.lab prepare
 	@bash scripts/test.sh $(VENV)
 
@@ -76,7 +76,7 @@ lower-bounds: setup-dev ## The unit tests with the oldest libraries that pyproje
 	@bash scripts/matrix.sh lowest
 
 local: setup-dev ## The tests that start one process, or use this machine's file system
-	@bash scripts/promtool.sh
+	@bash scripts/prometheus.sh
 	@$(VENV)/bin/pytest tests/local
 
 browser: setup-dev ## The tests with a real browser (the first time installs Chromium)
@@ -84,6 +84,7 @@ browser: setup-dev ## The tests with a real browser (the first time installs Chr
 	@$(VENV)/bin/pytest tests/browser
 
 process: setup-dev ## The tests with real masters, agents and workers
+	@bash scripts/prometheus.sh
 	@$(VENV)/bin/pytest tests/process
 
 cluster: setup-dev ## A real 3-node Kubernetes on this machine (root; the first time builds it, 7 minutes)

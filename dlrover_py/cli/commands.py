@@ -749,6 +749,60 @@ def report(name: str | None, target: Target) -> None:
     click.echo(text.encode(), nl=False)  # UTF-8, the encoding that the page declares
 
 
+@job.command("curves")
+@job_name
+@click.option(
+    "--tensorboard",
+    "folder",
+    metavar="DIR",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Write an event file of TensorBoard to DIR/NAME instead.",
+)
+@target_options
+def curves_of_job(name: str | None, folder: Path | None, target: Target) -> None:
+    """Write the steps, the speed and the script's numbers over time as CSV.
+
+    The CSV goes to standard output: dlrover job curves NAME > curves.csv. With --tensorboard DIR,
+    `tensorboard --logdir DIR` shows the curves of all jobs that were written to DIR. Only jobs of
+    this machine have a history.
+
+    \f
+
+    Args:
+        name: name of the job; None for the only one, or the last one.
+        folder: parent of the folder of the event file; None for CSV.
+        target: cluster that the flags name.
+
+    Raises:
+        ConfigError: there is no such job, it has no history, TensorBoard is not installed, or the
+            file cannot be written.
+        DLRoverError: the job's cluster refuses a call, or does not answer.
+    """
+    from dlrover_py.dashboard import curves
+
+    with selected_job(target, name) as job:
+        history, title = job.history(), job.name
+    if not history.samples:
+        raise ConfigError(
+            f"job {title} has no history: expected a job of this machine whose script reports its "
+            "steps (report_step)"
+        )
+    if folder is None:
+        click.echo(curves.as_csv(history).encode(), nl=False)
+        return
+    content = curves.as_event_file(history)
+    file = folder / title / curves.EVENT_FILE
+    part = file.with_name(f".{title}.part")  # TensorBoard may look at the folder meanwhile
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(content)
+        part.replace(file)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise ConfigError(f"{file}: {error.strerror or error}; choose another folder") from error
+    click.echo(f"{file}: {counted(len(history.samples), 'sample')}")
+
+
 @job.command()
 @job_name
 @click.option("-f", "--follow", is_flag=True, help="Continue until the job ends.")

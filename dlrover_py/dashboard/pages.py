@@ -4,8 +4,6 @@ All functions are pure: they turn what is known of a job into text. Templates es
 and control characters become visible, so a script, a user or a Pod cannot write markup.
 """
 
-import csv
-import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from dlrover_py import __version__
-from dlrover_py.dashboard import pictures, ranks, timeline
+from dlrover_py.dashboard import curves, pictures, ranks, timeline
 from dlrover_py.protocol.job_view import JobView, causal_chain, problem_line, progress_words
 from dlrover_py.protocol.local import History
 from dlrover_py.protocol.names import NodeId, id_key
@@ -85,6 +83,7 @@ _TEMPLATES.globals |= {
     "progress_words": progress_words,
     "rfc3339": rfc3339,
     "rows_shown": ROWS_SHOWN,
+    "has_tensorboard": curves.has_tensorboard,
 }
 
 
@@ -352,23 +351,6 @@ def section(name: str, page: JobPage) -> str:
     if name not in SECTIONS:
         raise KeyError(name)
     return render(f"sections/{name}.html", page=page, status=page.view.status)
-
-
-def curves_csv(history: History) -> str:
-    """Return the samples of a history as CSV: time, step, round, nodes, speed and each metric.
-
-    A name that a spreadsheet would read as a formula gets a quote before it.
-    """
-    metrics = sorted({name for sample in history.samples for name in sample.metrics})
-    text = io.StringIO()
-    rows = csv.writer(text)
-    heads = [f"'{name}" if name[:1] in ("=", "+", "-", "@") else name for name in metrics]
-    rows.writerow(["time", "step", "round", "nodes", "steps_per_s", *map(plain, heads)])
-    for sample in history.samples:
-        values = [sample.metrics.get(name, "") for name in metrics]
-        known = [sample.step, sample.round, sample.nodes, sample.steps_per_s or ""]
-        rows.writerow([rfc3339(sample.at), *known, *values])
-    return text.getvalue()
 
 
 def report(view: JobView, history: History, *, now: float) -> str:

@@ -21,7 +21,7 @@ from fastapi.staticfiles import StaticFiles
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dlrover_py.dashboard import pages
+from dlrover_py.dashboard import curves, pages
 from dlrover_py.protocol.errors import DLRoverError
 from dlrover_py.protocol.job_view import JobView
 from dlrover_py.protocol.local import History
@@ -146,6 +146,8 @@ class SectionWatch:
         self._queues: set[asyncio.Queue[list[str] | None]] = set()
         self._task: asyncio.Task[None] | None = None
         self._page: pages.JobPage | None = None
+        self.sections: dict[str, str] = {}
+        """The sections of :attr:`page`, each made once for all viewers."""
 
     @property
     def page(self) -> pages.JobPage | None:
@@ -180,6 +182,7 @@ class SectionWatch:
             if not self._queues and self._task is not None:
                 self._task.cancel()
                 self._task = self._page = None
+                self.sections = {}
 
     def close(self) -> None:
         """End the streams of all viewers."""
@@ -191,9 +194,9 @@ class SectionWatch:
             try:
                 self._page = page = await self._load()
             except DLRoverError as error:
-                self._page, news = None, {"head": str(error)}
+                self._page, self.sections, news = None, {}, {"head": str(error)}
             else:
-                news = {name: pages.section(name, page) for name in pages.SECTIONS}
+                news = self.sections = {n: pages.section(n, page) for n in pages.SECTIONS}
             if changed := self._changed(news, asyncio.get_running_loop().time()):
                 for queue in self._queues:
                     queue.put_nowait(changed)
@@ -352,6 +355,9 @@ def _routes(
         """Return one section of a job's page."""
         if section not in pages.SECTIONS:
             return HTMLResponse("", 404)
+        watch = watches.get(name)
+        if not start and watch is not None and section in watch.sections:
+            return HTMLResponse(watch.sections[section])
         page = replace(await newest(name), nodes_from=max(0, start))
         return HTMLResponse(pages.section(section, page))
 
@@ -371,10 +377,17 @@ def _routes(
         return StreamingResponse(events(), media_type="text/event-stream")
 
     @found.get("/jobs/{name}/curves.csv")
-    async def curves(name: str) -> Response:
-        """Return the numbers of the curves as a file."""
+    async def csv_file(name: str) -> Response:
+        """Return the numbers of the curves as CSV."""
         page = await newest(name)
-        return Response(pages.curves_csv(page.history), media_type="text/csv; charset=utf-8")
+        return Response(curves.as_csv(page.history), media_type="text/csv; charset=utf-8")
+
+    @found.get("/jobs/{name}/curves.tfevents")
+    async def event_file(name: str) -> Response:
+        """Return the numbers of the curves as an event file of TensorBoard."""
+        page = await newest(name)
+        content = await asyncio.to_thread(curves.as_event_file, page.history)
+        return Response(content, media_type="application/octet-stream")
 
     @found.get("/jobs/{name}/nodes/{node}/")
     async def node(name: str, node: str) -> Response:

@@ -21,6 +21,7 @@ from dlrover_py.master.loop import Clock, Loop
 from dlrover_py.master.platform import Platform
 from dlrover_py.master.servers import ServerMap
 from dlrover_py.master.settings import Settings
+from dlrover_py.master.traces import RecoveryTimes, trace_exporter
 from dlrover_py.net.http_client import enable_keepalive
 from dlrover_py.net.http_server import raise_file_limit
 from dlrover_py.process.identity import SENT_TO_ALL, signal_at_parents_end
@@ -35,6 +36,10 @@ PUBLISH_END_S = 1.0
 
 The journal has it anyway.
 """
+
+
+SEND_END_S = 1.0
+"""Time to send the traces that are left at the end, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +100,7 @@ async def serve(
         limits_memory=platform.limits_memory,
         routed_s=platform.routed_s,
     )
+    exporter = trace_exporter() if settings.traces() else None
     loop = Loop(
         platform,
         store,
@@ -103,6 +109,7 @@ async def serve(
         publish_s=settings.publish_s,
         evidence=EvidenceStore(evidence_dir),
         servers=servers,
+        traces=None if exporter is None else RecoveryTimes(exporter.send),
     )
     exchanges = Exchanges(
         loop,
@@ -149,6 +156,8 @@ async def serve(
     jobs.should_exit = health.should_exit = True
     tasks[0].cancel()
     ended = await asyncio.gather(*tasks, return_exceptions=True)
+    if exporter is not None:
+        await exporter.finish(SEND_END_S)
     for task, outcome in zip(tasks, ended, strict=True):
         if task in done and isinstance(outcome, BaseException):
             raise outcome

@@ -41,6 +41,7 @@ from dlrover_py.master.evidence import EvidenceStore
 from dlrover_py.master.journal_store import JournalStore, JournalUnwritableError
 from dlrover_py.master.platform import Platform
 from dlrover_py.master.servers import ServerMap
+from dlrover_py.master.traces import RecoveryTimes
 from dlrover_py.pacing import Backoff
 from dlrover_py.protocol.agents import (
     AgentReport,
@@ -251,10 +252,12 @@ class Loop:
         clock: Clock | None = None,
         evidence: EvidenceStore | None = None,
         servers: ServerMap | None = None,
+        traces: RecoveryTimes | None = None,
     ) -> None:
         self._platform, self._store, self._rules = platform, store, rules
         self._publish_s, self._evidence = publish_s, evidence or EvidenceStore(None)
         self._clock, self._servers = clock or Clock(), servers or ServerMap()
+        self._traces = traces or RecoveryTimes(None)
         self._job: Job | None = None
         self._mail: dict[tuple[NodeId, str], AgentReport] = {}
         self._facts: list[Event] = []
@@ -327,17 +330,7 @@ class Loop:
         if status is None or not self._saving:
             status = self._stored = self._job.status(self._clock.now(), self._clock.wall())
         if self.journal_error:
-            if status.phase is JobPhase.RUNNING:
-                then = "training goes on, but neither a failure nor its end can be handled"
-            else:
-                then = "the job waits until it can be written"
-            lost = Condition(
-                type=ConditionType.JOURNAL_WRITABLE,
-                status="False",
-                reason=ConditionReason.JOURNAL_UNWRITABLE,
-                message=f"{self.journal_error}; {then}",
-                last_transition_time=self._clock.wall(),
-            )
+            lost = _journal_lost(self.journal_error, status.phase, self._clock.wall())
             status = status.model_copy(update={"conditions": [*status.conditions, lost]})
         return status
 
@@ -565,6 +558,7 @@ class Loop:
             step = job.step(events, now, self._clock.wall())
             wake_at = step.wake_at
             _log_events(job, seen)
+            self._traces.take(job, events, seen, now)
             for (node_id, _), report in mail.items():
                 self._address(job, node_id, report)
             await self._carry_out(step)
@@ -833,6 +827,27 @@ class Loop:
                 log.warning("retrying", extra={"what": what, "why": str(error)})
                 await asyncio.sleep(pause_s(tries, error))
                 tries += 1
+
+
+def _journal_lost(why: str, phase: JobPhase, at: float) -> Condition:
+    """Return the condition that says that the journal cannot be written, and what follows.
+
+    Args:
+        why: Why it cannot be written.
+        phase: Phase of the job.
+        at: Unix time.
+    """
+    if phase is JobPhase.RUNNING:
+        then = "training goes on, but neither a failure nor its end can be handled"
+    else:
+        then = "the job waits until it can be written"
+    return Condition(
+        type=ConditionType.JOURNAL_WRITABLE,
+        status="False",
+        reason=ConditionReason.JOURNAL_UNWRITABLE,
+        message=f"{why}; {then}",
+        last_transition_time=at,
+    )
 
 
 def _log_events(job: Job, since: int) -> None:

@@ -15,7 +15,13 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, generate_latest
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
@@ -507,6 +513,8 @@ def health_app(
         dead_s: Seconds without a turn of the loop after which a master that is ready is unhealthy.
         certificate_ends: End of the certificate for agents, in Unix seconds; None without one.
     """
+    # They would be a second series for each counter, which nothing reads.
+    disable_created_metrics()  # type: ignore[no-untyped-call]
     registry.register(_JobMetrics(loop, certificate_ends))
     app = FastAPI(title="dlrover-py master health", docs_url=None, redoc_url=None, openapi_url=None)
 

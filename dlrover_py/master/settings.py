@@ -15,6 +15,8 @@ from dlrover_py.protocol.status import PROGRESS_S
 from dlrover_py.protocol.timing import Seconds, Timing
 
 PREFIX = "DLROVER_MASTER_"
+TRACE_RECEIVER = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+"""Variables of OpenTelemetry. Each names a receiver of traces."""
 
 
 class InCluster(NamedTuple):
@@ -91,6 +93,19 @@ class Settings(Timing):
                 f"{' and '.join(missing)} not set: with --kubernetes the operator sets them"
             )
         return InCluster(*(environ[name] for name in needed))
+
+    @staticmethod
+    def traces(environ: Mapping[str, str] | None = None) -> bool:
+        """Return whether OpenTelemetry's standard variables name a receiver of traces.
+
+        Args:
+            environ: The variables; None for those of this process.
+        """
+        environ = os.environ if environ is None else environ
+        off = environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+        if off or environ.get("OTEL_TRACES_EXPORTER", "otlp").strip() not in ("", "otlp"):
+            return False
+        return any(environ.get(name, "").strip() for name in TRACE_RECEIVER)
 
     def rules(
         self, *, can_create: bool, avoids_hosts: bool, limits_memory: bool, routed_s: float

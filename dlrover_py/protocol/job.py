@@ -93,7 +93,14 @@ MASTER_TAKES: Final = (
 )
 """Fields of a Pod that the master's Pod takes from its template."""
 MASTER_SETTING: Final = "DLROVER_MASTER_"
-"""Prefix of the environment variables that the master's Pod takes from its template."""
+"""Prefix of the environment variables that are settings of a master."""
+TRACE_SETTINGS: Final = (
+    *("OTEL_EXPORTER_OTLP_", "OTEL_RESOURCE_ATTRIBUTES", "OTEL_SDK_DISABLED"),
+    *("OTEL_SERVICE_NAME", "OTEL_TRACES_EXPORTER"),
+)
+"""Begins of OpenTelemetry's environment variables that say where a master sends its traces."""
+MASTER_ENV: Final = (MASTER_SETTING, *TRACE_SETTINGS)
+"""Begins of the environment variables that the master's Pod takes from its template."""
 MASTER_TEMPLATE: Final = "spec.replicaSpecs.dlrover-master.template"
 """The path of the master's Pod template."""
 
@@ -540,8 +547,9 @@ class MasterSpec(Role):
     template: Annotated[dict[str, Any], CLUSTER_ONLY] = Field(default_factory=dict)
     """A Pod template, which is read when the job is created and when it is resumed. The master's
     Pod takes from it: labels, annotations, nodeSelector, tolerations, affinity,
-    priorityClassName, schedulerName, imagePullSecrets, and the resources and
-    ``DLROVER_MASTER_*`` environment variables of its container ``main``, or of the only one."""
+    priorityClassName, schedulerName, imagePullSecrets, and of its container ``main``, or of the
+    only one, the resources, environment variables ``DLROVER_MASTER_*``, and OpenTelemetry's for
+    traces."""
 
 
 class ReplicaSpecs(_Strict):
@@ -1248,7 +1256,7 @@ def _unused_of_master(wanted: dict[str, Any]) -> Iterator[str]:
             if name not in ("name", "resources", "env") and value is not None:
                 yield f"{where}.{name}"
         for variable in map(_mapping, _items(container.get("env"))):
-            if not str(variable.get("name")).startswith(MASTER_SETTING):
+            if not str(variable.get("name")).startswith(MASTER_ENV):
                 yield f"{where}.env.{variable.get('name')}"
 
 

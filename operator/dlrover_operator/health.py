@@ -4,7 +4,7 @@ import socket
 
 from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, disable_created_metrics, generate_latest
 
 from dlrover_operator.loop import STUCK_S, Operator
 from dlrover_py.protocol.errors import ConfigError
@@ -19,6 +19,8 @@ def app(operator: Operator) -> FastAPI:
     Args:
         operator: The operator that the pages are about.
     """
+    # They would be a second series for each counter, which nothing reads.
+    disable_created_metrics()  # type: ignore[no-untyped-call]
     pages = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
     @pages.get("/healthz")

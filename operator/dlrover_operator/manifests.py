@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dlrover_py.protocol import names
-from dlrover_py.protocol.job import MASTER_SETTING, ElasticJob
+from dlrover_py.protocol.job import MASTER_ENV, MASTER_SETTING, ElasticJob
 from dlrover_py.protocol.status import PROGRESS_S
 
 Obj = dict[str, Any]
@@ -284,7 +284,7 @@ def _container(job: ElasticJob, cluster_ip: str, options: Options, jobs: int, ma
         jobs: number of ElasticJobs in the operator's namespaces; with many, the master writes its
             progress less often.
         main: main container of the job's own master template, or {}. Only its resources, and its
-            environment variables that are settings of the master, are used.
+            environment variables that are settings of the master or of traces, are used.
     """
     meta = job.metadata
     own_env = {
@@ -299,7 +299,7 @@ def _container(job: ElasticJob, cluster_ip: str, options: Options, jobs: int, ma
     if progress not in user_env:
         env.append({"name": progress, "value": f"{options.progress_for(jobs):g}"})
     env += [
-        v for name, v in user_env.items() if name.startswith(MASTER_SETTING) and name not in own_env
+        v for name, v in user_env.items() if name.startswith(MASTER_ENV) and name not in own_env
     ]
     container: Obj = {
         "name": names.MAIN_CONTAINER,

@@ -1,20 +1,16 @@
 """The chart's alerts and the queries of its dashboard, as Prometheus' own promtool reads them."""
 
 import json
-import os
 import re
-import shutil
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
-from tests.cluster.lab.settings import CACHE
+from tests.prometheus import FILES, program
 
-FILES = Path(__file__).parents[2] / "charts/dlrover/files"
 ALERTS: dict[str, Any] = {
     rule["alert"]: rule
     for group in yaml.safe_load((FILES / "alerts.yaml").read_text())["groups"]
@@ -182,12 +178,7 @@ CASES = {
 
 def promtool(*args: str) -> None:
     """Run promtool, which must find no fault."""
-    built = CACHE / "bin/debian/promtool"
-    tool = shutil.which("promtool") or (str(built) if built.exists() else None)
-    if tool is None:
-        words = "there is no promtool; `bash scripts/promtool.sh` gets it"
-        assert not os.environ.get("DLROVER_REQUIRE_PROMTOOL"), words
-        pytest.skip(words)
+    tool = program("promtool")
     done = subprocess.run([tool, *args], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -19,6 +19,7 @@ ALLOWED = {
     "dlrover_agent.cli": set(),  # before it starts the master beside it
     "dlrover_agent.loop": PYDANTIC | {"h11", "xxhash"},
     "dlrover_py.master.__main__": PYDANTIC | HTTP_SERVER,
+    "dlrover_py.master.traces": PYDANTIC,
 }
 
 

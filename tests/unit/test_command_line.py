@@ -64,8 +64,8 @@ def test_the_name_of_a_job_in_the_place_of_another_word_is_led_to_its_flag(
 
 NAMED = [
     *(f"job {verb} NOSUCH" for verb in (
-        "checkpoint", "describe", "events", "evidence", "get", "goodput", "logs", "report",
-        "restart", "resume", "rm --yes", "stacks", "stop", "suspend", "why",
+        "checkpoint", "curves", "describe", "events", "evidence", "get", "goodput", "logs",
+        "report", "restart", "resume", "rm --yes", "stacks", "stop", "suspend", "why",
     )),
     *("job delete --yes NOSUCH", "job scale 2 --job NOSUCH", "job tune NOSUCH --micro-batch 2"),
     *(f"node {verb} n0 --job NOSUCH" for verb in ("drain", "freeze", "kill", "thaw")),

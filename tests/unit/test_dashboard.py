@@ -3,8 +3,10 @@
 import asyncio
 import csv
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
@@ -12,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Message
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dlrover_py.cli.view import JobRow
 from dlrover_py.dashboard import pages, pictures, ranks, server
@@ -29,6 +32,7 @@ from dlrover_py.protocol.status import (
     NodePhase,
     StoreAnswer,
 )
+from dlrover_py.protocol.words import plain
 from tests.unit.test_report import Page
 from tests.unit.test_view import hostile, status
 
@@ -78,7 +82,11 @@ class OneJob:
 class Answer:
     status: int
     headers: dict[str, str]
-    text: str
+    body: bytes
+
+    @property
+    def text(self) -> str:
+        return self.body.decode()
 
 
 @dataclass
@@ -121,8 +129,8 @@ class Browser:
 
         await self.app(scope, receive, send)
         found = {k.decode(): v.decode() for k, v in sent[0]["headers"]}
-        text = b"".join(m.get("body", b"") for m in sent[1:]).decode()
-        return Answer(sent[0]["status"], found, text)
+        body = b"".join(m.get("body", b"") for m in sent[1:])
+        return Answer(sent[0]["status"], found, body)
 
     def enter(self) -> "Browser":
         answer = self.call("GET", f"/enter?token={self.access.token}")
@@ -362,6 +370,31 @@ def test_a_job_that_is_watched_is_read_once_for_all_its_fragments() -> None:
     assert browser.jobs.loads == 2, "nobody watches any more: what was read is old"
 
 
+def test_a_section_that_was_announced_is_made_once_for_all_viewers() -> None:
+    """Each of fifty viewers had the ranks of a thousand nodes drawn anew."""
+    jobs = OneJob(running(nodes=2))
+    browser = Browser(jobs).enter()
+    assert jobs.view.status is not None
+    nodes = jobs.view.status.nodes
+
+    async def viewed() -> tuple[str, str]:
+        told: list[Message] = []
+        opened = browser.called("GET", "/jobs/demo/changes", stream=told)
+        stream = asyncio.create_task(opened)
+        while not any(message.get("body") for message in told):
+            await asyncio.sleep(0)
+        nodes.append(nodes[0].model_copy(update={"id": "late"}))  # for all that is made from now on
+        path = "/jobs/demo/sections/nodes"
+        texts = [(await browser.called("GET", path + more)).text for more in ("", "?start=1")]
+        stream.cancel()
+        await asyncio.wait([stream])
+        return texts[0], texts[1]
+
+    first, others = asyncio.run(viewed())
+    assert "2 live" in first
+    assert "3 live" in others, "another part of the table is made when it is asked for"
+
+
 def test_the_page_says_why_the_job_has_its_size_and_what_its_ranks_do() -> None:
     shown = running()
     assert shown.status is not None
@@ -386,13 +419,14 @@ def test_the_page_says_why_the_job_has_its_size_and_what_its_ranks_do() -> None:
     assert browser.call("GET", "/jobs/demo/sections/size").text != ""
 
 
-def test_what_the_script_reports_is_drawn_and_told_as_csv() -> None:
-    def sample(step: int) -> ProgressSample:
-        metrics = {"loss": 1 / step, "=cmd()": 2.0, WORDS: 3.0}
-        return ProgressSample(
-            at=AT + step, step=step, round=1, nodes=2, steps_per_s=4.0, metrics=metrics
-        )
+def sample(step: int, *, round_: int = 1) -> ProgressSample:
+    """A sample of a script with hostile names."""
+    metrics = {"loss": round_ / step, "=cmd()": 2.0, WORDS: 3.0}
+    at = AT + 10 * round_ + step
+    return ProgressSample(at=at, step=step, round=round_, nodes=2, steps_per_s=4.0, metrics=metrics)
 
+
+def test_what_the_script_reports_is_drawn_and_told_as_csv() -> None:
     jobs = OneJob(history=History(samples=[sample(step) for step in range(1, 5)]))
     browser = Browser(jobs).enter()
     shown = Page(browser.call("GET", "/jobs/demo/sections/curves").text)
@@ -406,6 +440,49 @@ def test_what_the_script_reports_is_drawn_and_told_as_csv() -> None:
     assert head[:5] == ["time", "step", "round", "nodes", "steps_per_s"]
     assert "'=cmd()" in head, "a spreadsheet would call it"
     assert [row[head.index("loss")] for row in rows] == ["1.0", "0.5", str(1 / 3), "0.25"]
+
+
+def test_tensorboard_reads_the_curves_without_the_steps_that_were_repeated(tmp_path: Path) -> None:
+    """A restore in round 2 goes back to step 3."""
+    first = [sample(step) for step in range(1, 6)]
+    second = [sample(step, round_=2) for step in range(3, 9)]
+    jobs = OneJob(history=History(samples=[*first, *second]))
+    browser = Browser(jobs).enter()
+    shown = Page(browser.call("GET", "/jobs/demo/sections/curves").text)
+    assert ("href", "curves.tfevents") in shown.attributes
+    assert ("download", "demo.tfevents") in shown.attributes
+    answer = browser.call("GET", "/jobs/demo/curves.tfevents")
+    assert answer.headers["content-type"] == "application/octet-stream"
+    (tmp_path / "demo.tfevents").write_bytes(answer.body)
+    read = EventAccumulator(str(tmp_path)).Reload()
+    assert set(read.Tags()["scalars"]) == {
+        "loss", "=cmd()", plain(WORDS), "dlrover/nodes", "dlrover/round", "dlrover/steps_per_s",
+    }  # fmt: skip
+    kept = [*first[:2], *second]
+    for tag, values in (
+        ("loss", [s.metrics["loss"] for s in kept]),
+        ("dlrover/round", [s.round for s in kept]),
+        ("dlrover/steps_per_s", [4.0] * len(kept)),
+    ):
+        points = read.Scalars(tag)
+        assert [(p.wall_time, p.step) for p in points] == [(s.at, s.step) for s in kept]
+        assert [p.value for p in points] == pytest.approx(values)
+
+
+def test_without_tensorboard_there_is_no_link_and_the_command_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in [one for one in sys.modules if one.partition(".")[0] == "tensorboard"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)  # as if it were not installed
+    jobs = OneJob(history=History(samples=[sample(step) for step in range(1, 5)]))
+    browser = Browser(jobs).enter()
+    shown = browser.call("GET", "/jobs/demo/sections/curves").text
+    assert "curves.csv" in shown
+    assert "tfevents" not in shown
+    answer = browser.call("GET", "/jobs/demo/curves.tfevents")
+    assert answer.status == 409
+    assert "install DLRover-Py with its extra tensorboard" in answer.text
 
 
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), min_size=2, max_size=9))

@@ -285,7 +285,10 @@ def test_what_is_accepted_and_ignored_in_a_template_is_told() -> None:
     )
     of_master: dict[str, Any]
     of_master = {"name": "main", "image": "i", "resources": {}, "resource": {}}
-    of_master["env"] = [{"name": "DLROVER_MASTER_LEASE_S"}, {"name": "HTTP_PROXY"}]
+    of_master["env"] = [
+        {"name": name}
+        for name in ("DLROVER_MASTER_LEASE_S", "OTEL_EXPORTER_OTLP_HEADERS", "HTTP_PROXY")
+    ]
     document["spec"]["replicaSpecs"]["dlrover-master"] = {
         "template": {
             "metadata": {"labels": {"a": "b"}, "finalizers": ["a/b"]},

@@ -118,6 +118,8 @@ def test_the_template_schedules_the_master_and_does_not_say_what_it_runs() -> No
                     "env": [
                         {"name": "DLROVER_MASTER_LEASE_S", "value": "9"},
                         {"name": "DLROVER_MASTER_SERVICE", "value": "evil"},
+                        {"name": "OTEL_EXPORTER_OTLP_ENDPOINT", "value": "http://c:4318"},
+                        {"name": "OTEL_PYTHON_CONFIGURATOR", "value": "evil"},
                         {"name": "OTHER", "value": "1"},
                     ],
                 },
@@ -143,7 +145,8 @@ def test_the_template_schedules_the_master_and_does_not_say_what_it_runs() -> No
     env = {e["name"]: e.get("value") for e in container["env"]}
     assert env["DLROVER_MASTER_LEASE_S"] == "9"
     assert env["DLROVER_MASTER_SERVICE"] == "10.0.0.1:50001"
-    assert "OTHER" not in env
+    assert env["OTEL_EXPORTER_OTLP_ENDPOINT"] == "http://c:4318"
+    assert {"OTHER", "OTEL_PYTHON_CONFIGURATOR"}.isdisjoint(env)
 
 
 @pytest.mark.parametrize(

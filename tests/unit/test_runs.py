@@ -21,10 +21,11 @@ from dlrover_py.cli.local_jobs import find_to_read
 from dlrover_py.cli.logs import LogQuery
 from dlrover_py.cli.runs import Run, ended, remove, to_remove
 from dlrover_py.cli.settings import Settings
+from dlrover_py.dashboard import curves
 from dlrover_py.localcluster.cluster import _tail
 from dlrover_py.protocol import names
 from dlrover_py.protocol.errors import ConfigError
-from dlrover_py.protocol.local import Snapshot
+from dlrover_py.protocol.local import History, ProgressSample, Snapshot
 from tests.unit.test_output import status
 
 NOW = 1000.0
@@ -393,3 +394,29 @@ def test_a_damaged_history_is_named_in_the_report(
         (folder / names.HISTORY_FILE).write_bytes(DAMAGES[damage])
     assert job.history().samples == []
     assert f"the history is left out: {folder / names.HISTORY_FILE}: " in capsys.readouterr().err
+
+
+def test_curves_of_a_past_run_are_csv_and_an_event_file_that_replaces_the_last_one(
+    here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, out = made(here, "gpt@1"), tmp_path / "runs"
+    tensorboard = ["job", "curves", "gpt", "--tensorboard", str(out)]
+    assert main(tensorboard) == 2
+    assert "job gpt has no history: expected a job of this machine" in capsys.readouterr().err
+    assert not out.exists()
+    for steps in (2, 3):
+        history = History(
+            samples=[ProgressSample(at=1e9 + i, step=i, round=1, nodes=2) for i in range(steps)]
+        )
+        (folder / names.HISTORY_FILE).write_text(history.model_dump_json())
+        assert main(["job", "curves", "gpt"]) == 0
+        assert capsys.readouterr().out == curves.as_csv(history)
+        assert main(tensorboard) == 0
+        assert f"{steps} samples" in capsys.readouterr().out
+        (file,) = (out / "gpt").iterdir()
+        assert file.read_bytes() == curves.as_event_file(history)
+    file.unlink()
+    file.mkdir()
+    assert main(tensorboard) == 2
+    assert f"dlrover: {file}: Is a directory" in capsys.readouterr().err
+    assert list((out / "gpt").iterdir()) == [file]
