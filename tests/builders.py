@@ -524,7 +524,7 @@ class Bench:
                 self._charged[name] = record.restarts
             last = self.journal.last_exception
             self._exceptions = [(last.fingerprint, last.step, last.ran_s)] if last else []
-            self._early = self.journal.early_death
+            self._early = self.journal.warm_starts.early_death
             self._doubts = self.journal.warm_starts.suspected
             self._end = self.journal.phase if self.journal.phase.ended else None
             self._round = self.journal.round

@@ -10,7 +10,7 @@ import logging
 import os
 import secrets
 import signal
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -275,10 +275,6 @@ class Agent:
                 loop.add_signal_handler(number, bool)
             else:
                 loop.add_signal_handler(number, self._on_signal, number)
-        for number in {signal.SIGUSR1, signal.SIGUSR2}.difference(self._command.signals):
-            # A batch system sends them to all processes of a job. Workers that handle them, to
-            # store a checkpoint, must not be killed because their agent has no handler.
-            loop.add_signal_handler(number, _log_unhandled, number)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._command.signals)
         loop.add_signal_handler(signal.SIGCHLD, self._on_child_end)
         if self._settings.lifeline_fd is not None:
@@ -642,6 +638,16 @@ class Agent:
         await self._reaper.close()
 
 
+def _leave_to_workers(numbers: Iterable[signal.Signals]) -> None:
+    """Have this process go on when it receives one of these signals; a warning says so.
+
+    A batch system sends them to all processes of a job. Workers that handle them, to store a
+    checkpoint, must not be killed because their agent has no handler.
+    """
+    for number in numbers:
+        asyncio.get_running_loop().add_signal_handler(number, _log_unhandled, number)
+
+
 def _log_unhandled(number: signal.Signals) -> None:
     """Log that the agent has received a signal and goes on."""
     then = "the workers go on; name the signal in --signals-to-handle to pass it on and end them"
@@ -675,6 +681,7 @@ async def run_agent(
         OSError: A socket cannot be bound, or the reaper cannot be started. An exception of the
             companion is raised, too.
     """
+    _leave_to_workers({signal.SIGUSR1, signal.SIGUSR2}.difference(command.signals))
     # There may be children already, for example of a shell that has replaced itself by this
     # process with exec.
     registry = ChildRegistry(child.pid for child in children(os.getpid()))

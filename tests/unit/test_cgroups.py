@@ -96,8 +96,10 @@ def test_the_use_of_memory_may_be_unknown(tmp_path: Path) -> None:
     assert cgroups.memory_use(tmp_path, no, no) is None
 
 
-@pytest.mark.parametrize(("outer", "inner", "limit"), [("max", "900", 900), ("5000", "max", 5000),
-                                                       ("5000", "900", 900), ("max", "max", None)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("outer", "inner", "limit"),
+    [("max", "900", 900), ("5000", "max", 5000), ("5000", "900", 900), ("max", "max", None)],
+)
 def test_what_is_used_is_that_of_the_innermost_group_with_a_limit(
     tmp_path: Path, outer: str, inner: str, limit: int | None
 ) -> None:

@@ -1382,10 +1382,10 @@ def test_a_fork_is_blamed_again_after_steady_progress() -> None:
     bench = running(elastic_job(2, 2), Rules(forgive_after_s=20))
     bench.agent("n1").fail(crash())
     bench.settle()
-    assert bench.job.state.early_death
+    assert bench.job.state.warm_starts.early_death
     bench.agent("n0").reach(10)
     bench.pass_time(25.0)
-    assert bench.job.state.early_death == ""
+    assert bench.job.state.warm_starts.early_death == ""
     bench.agent("n1").fail(crash(forked=True))
     bench.settle()
     assert bench.job.state.warm_starts.suspected == 1

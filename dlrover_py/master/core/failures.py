@@ -153,7 +153,7 @@ class Failures:
             charged
             or self.state.abandoned_slots
             or self.state.last_exception is not None
-            or self.state.early_death
+            or self.state.warm_starts.early_death
             or self.state.out_of_memory
         ):
             for node in charged:
@@ -162,7 +162,8 @@ class Failures:
                 slot.relaunches = 0
             self.state.abandoned_slots = 0
             self.state.last_exception = None
-            self.state.early_death = ""
+            self.state.warm_starts.early_death = ""
+            self.state.changed()
             self.state.out_of_memory = ""
             self.log.record(
                 EventReason.BUDGET_RESET,
@@ -215,7 +216,7 @@ class Failures:
             self.state.changed()
         # A script that must not be restarted is not run twice, either.
         once = self.state.round == 1 and not restart_budget(self.live, node)
-        if suspect and not self.state.early_death and not once:
+        if suspect and not self.state.warm_starts.early_death and not once:
             self._transitions.need_round(
                 "failure",
                 f"{message} (the next start is cold: the warm start may be the cause)",
@@ -230,7 +231,8 @@ class Failures:
         if failure.kind is FailureKind.EXCEPTION and not suspect:
             self.state.last_exception = failure
         if dies_early(failure) and not suspect:
-            self.state.early_death = manner(failure)
+            self.state.warm_starts.early_death = manner(failure)
+            self.state.changed()
         self._apply_decision(node, decision, "failure", f"{message} ({decision.message})", event)
         if suspect and self.state.pending_round is not None:
             self.state.pending_round.cold = True
@@ -240,7 +242,7 @@ class Failures:
 
         It has not if a worker died in the same way before, and not because of a fork.
         """
-        known = {self.state.early_death}
+        known = {self.state.warm_starts.early_death}
         if self.state.last_exception is not None:
             known.add(manner(self.state.last_exception))
         return (

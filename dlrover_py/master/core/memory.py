@@ -17,7 +17,7 @@ class NodeMemory:
     @property
     def of_new_nodes(self) -> int:
         """The memory limit of new nodes in bytes; 0 for that of the template."""
-        raised = self.state.memory
+        raised = self.state.new_nodes.memory
         return raised if raised and raised > self.live.spec.worker.memory else 0
 
     def grow(self, node: Node) -> str:
@@ -43,8 +43,9 @@ class NodeMemory:
         if new <= had:
             return ""
         message = f"new nodes have {new // MIB} MiB of memory instead of {worker.memory // MIB} MiB"
-        if new != self.state.memory:
-            self.state.memory = new
+        if new != self.state.new_nodes.memory:
+            self.state.new_nodes.memory = new
+            self.state.changed()
             why = f"node {node.id} ran out of memory: {message}"
             self.log.record(EventReason.MEMORY_RAISED, why, node=node.id)
         return f"{message}, and nothing is charged"

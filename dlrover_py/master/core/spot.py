@@ -34,9 +34,9 @@ class SpotHosts:
 
         It is the time at which the first of the last ``RECLAIMS`` reclaims is ``WITHIN_S`` old.
         """
-        if not self._applies or len(self.state.reclaims) < RECLAIMS:
+        if not self._applies or len(self.state.new_nodes.reclaims) < RECLAIMS:
             return -math.inf
-        left = self.state.reclaims[0] + WITHIN_S - self.live.wall
+        left = self.state.new_nodes.reclaims[0] + WITHIN_S - self.live.wall
         return self.live.now + min(left, WITHIN_S) if left > 0 else -math.inf
 
     def note_reclaim(self, node: Node) -> None:
@@ -46,7 +46,9 @@ class SpotHosts:
         """
         if not self._applies or node.record.stable:
             return
-        self.state.reclaims = [*self.state.reclaims, self.live.wall][-RECLAIMS:]
+        record = self.state.new_nodes
+        record.reclaims = [*record.reclaims, self.live.wall][-RECLAIMS:]
+        self.state.changed()
         left = self.held_until() - self.live.now
         if left > 0:
             message = (

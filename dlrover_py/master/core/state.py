@@ -137,11 +137,23 @@ class ReplacementSlot(_JournalModel):
     """Number of nodes in a row that ended before their first report."""
 
 
+class NewNodesRecord(_JournalModel):
+    """What earlier nodes mean for new ones."""
+
+    memory: Count = 0
+    """Memory limit in bytes to which that of new nodes was raised; 0 if it was not."""
+    reclaims: list[float] = Field(default_factory=list)
+    """Unix times at which the last nodes on spot hosts were taken away, the oldest first."""
+
+
 class WarmStartRecord(_JournalModel):
     """What is held against warm starts."""
 
     suspected: Count = 0
     """Number of early deaths of forked workers that were attributed to the fork."""
+    early_death: str = ""
+    """The manner of the last early death that no fork has caused, until training is steady again;
+    empty if there was none."""
     disabled: bool = False
     """Whether the workers of the current round are started cold."""
 
@@ -216,16 +228,11 @@ class DurableState:
     """What is held against warm starts."""
     last_exception: WorkerFailure | None = None
     """The last exception that ended a round, until training is steady again."""
-    early_death: str = ""
-    """The manner of the last early death that no fork has caused, until training is steady again;
-    empty if there was none."""
     last_failure: Failure | None = None
     out_of_memory: str = ""
     """The last failure or loss because of exhausted memory, until training is steady again."""
-    memory: Count = 0
-    """Memory limit in bytes to which that of new nodes was raised; 0 if it was not."""
-    reclaims: list[float] = Field(default_factory=list)
-    """Unix times at which the last nodes on spot hosts were taken away, the oldest first."""
+    new_nodes: NewNodesRecord = Field(default_factory=NewNodesRecord)
+    """What earlier nodes mean for new ones."""
     max_step: Count | None = None
     """The highest training step that was reported."""
     resumed: bool = False

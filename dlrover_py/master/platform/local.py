@@ -66,9 +66,20 @@ class LocalPlatform:
         """Return 0, because the platform runs on the master's machine."""
         return 0.0
 
-    async def create_node(  # noqa: D102
+    async def create_node(
         self, node: NodeId, avoid: Sequence[str] = (), memory: int = 0, stable: bool = False
     ) -> None:
+        """Have the node created, now or when there is room; an existing node stays as it is.
+
+        Args:
+            node: Id of the node.
+            avoid: Not used: the hosts are simulated.
+            memory: Not used: processes have no memory limit.
+            stable: Not used.
+
+        Raises:
+            TransientError: The cluster process cannot be reached, or refuses now.
+        """
         await self._client.call("PUT", f"/v1/nodes/{node}", deadline_s=CALL_S)
 
     async def delete_node(self, node: NodeId, grace_s: float) -> None:  # noqa: D102

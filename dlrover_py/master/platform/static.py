@@ -39,6 +39,12 @@ class StaticPlatform:
     ) -> None:
         """Refuse to create a node, because nodes are started by hand.
 
+        Args:
+            node: Id of the node.
+            avoid: Not used.
+            memory: Not used.
+            stable: Not used.
+
         Raises:
             InvariantError: In every case. The master must not call this, as `can_create` is false.
         """
