@@ -27,3 +27,12 @@ def test_a_program_imports_no_more_than_its_start_needs(module: str) -> None:
     argv = [sys.executable, "-P", str(PROGRAMS / "list_imports.py"), module]
     done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60)
     assert set(done.stdout.split()) <= ALLOWED[module]
+
+
+def test_what_torch_loads_of_us_is_only_the_entry_point() -> None:
+    """torch loads all backends of torchrun, in each process that imports its checkpoints."""
+    what = "import sys, torch.distributed.checkpoint; print(*sys.modules)"
+    argv = [sys.executable, "-P", "-c", what]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60)
+    ours = {name for name in done.stdout.split() if name.startswith("dlrover_")}
+    assert ours - {"dlrover_rare_gc"} == {"dlrover_agent", "dlrover_agent.torch_compat"}
