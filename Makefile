@@ -22,7 +22,7 @@ $(USER_STAMP): pyproject.toml constraints.txt
 	@bash scripts/setup.sh $(VENV) user
 	@touch $@
 
-$(DEV_STAMP): pyproject.toml constraints.txt scripts/setup.sh scripts/rare_gc.py
+$(DEV_STAMP): pyproject.toml constraints.txt scripts/setup.sh scripts/rare_gc.py scripts/late_torch.py
 	@bash scripts/setup.sh $(VENV) dev
 	@touch $@
 

@@ -36,3 +36,13 @@ def test_what_torch_loads_of_us_is_only_the_entry_point() -> None:
     done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60)
     ours = {name for name in done.stdout.split() if name.startswith("dlrover_")}
     assert ours - {"dlrover_rare_gc"} == {"dlrover_agent", "dlrover_agent.torch_compat"}
+
+
+def test_late_parts_of_torch_are_there_when_they_are_needed() -> None:
+    program, scripts = PROGRAMS / "step_with_late_torch.py", PROGRAMS.parents[1] / "scripts"
+    argv = [sys.executable, "-P", str(program), str(scripts)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.splitlines() == [
+        "False False [-0.25, -0.25] True True",
+        "True True [-1.125, -1.125] (3,) [2.0, 2.0]",
+    ]

@@ -30,7 +30,7 @@ from dlrover_py.net.http_client import HttpClient
 from dlrover_py.protocol.agents import Directive  # noqa: F401 - re-exported for tests
 from dlrover_py.protocol.local import Snapshot
 from dlrover_py.protocol.status import JobStatus, NodePhase, NodeStatus
-from tests.programs import source
+from tests.programs import LATE_TORCH, source
 
 MARK = "DLROVER_TEST_MARK"
 BIN = Path(sys.executable).parent
@@ -109,9 +109,14 @@ def carrying(mark: str) -> dict[int, str]:
 
 
 class Place:
-    """The folders and the environment of one test."""
+    """The folders and the environment of one test.
 
-    def __init__(self) -> None:
+    Args:
+        whole_torch: whether workers import parts of torch when torch does, and not when they are
+            needed (scripts/late_torch.py).
+    """
+
+    def __init__(self, *, whole_torch: bool = False) -> None:
         self.mark = secrets.token_hex(8)
         self.folder = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))  # short: unix sockets
         self.env = os.environ | {
@@ -122,6 +127,7 @@ class Place:
             "PATH": f"{BIN}:{os.environ['PATH']}",
             "PYTHONPATH": "",
             "KUBECONFIG": str(self.folder / "no-kubeconfig"),
+            **({} if whole_torch else LATE_TORCH),
         }
 
     def script(self, program: Path | str, name: str = "train.py") -> Path:

@@ -5,6 +5,8 @@ from pathlib import Path
 
 PROGRAMS = Path(__file__).parent
 """The folder of the programs."""
+LATE_TORCH = {"TESTS_LATE_TORCH": "1"}
+"""Environment of programs that compile nothing (scripts/late_torch.py)."""
 
 
 def source(program: Path | str) -> str:
