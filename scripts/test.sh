@@ -12,6 +12,8 @@ pytest=("$1/bin/pytest" -rfEs -p no:cacheprovider --durations=40 --durations-min
 queue=(tests/process/test_{flash,examples,membership,huggingface,deepspeed,sharded_data}.py
     tests/process/test_{operator,replicas,conformance,reshard,dropin,persist}.py
     tests/browser tests/contracts tests/process/test_*.py)
+# Once, here: where nothing may be written later, each process compiles our modules anew.
+"$1/bin/python" -m compileall -q -j 0 dlrover_py agent operator tests
 said=$(mktemp -d)
 trap 'rm -rf "$said"' EXIT
 set -m # else the streams in the background would ignore an interrupt
