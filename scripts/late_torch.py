@@ -8,7 +8,7 @@ no use to a program that compiles nothing and has no tensors without values:
   shapes of its operands. It is imported before the first fake tensor, or with the compiler.
 - ``torch._dynamo``, the compiler: as much again as torch. The first call of a function that it must
   not trace would import it, as in each optimizer. Nothing can be traced before it is imported, so
-  such calls do without it.
+  such calls do without it. DistributedDataParallel asks it for a setting, which has its default.
 
 Once the compiler is imported, all is as in torch.
 """
@@ -19,7 +19,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 Function = Callable[..., Any]
@@ -98,6 +98,7 @@ class _Finder:
         self._changes: dict[str, Callable[[ModuleType], None]] = {
             "torch._compile": self._mark_late,
             "torch.optim.optimizer": self._step_late,
+            "torch.nn.parallel.distributed": self._ask_late,
             "torch._subclasses.fake_tensor": self._need_shapes,
         }
 
@@ -125,6 +126,24 @@ class _Finder:
     def _step_late(module: ModuleType) -> None:
         mark = module._use_grad_for_differentiable
         vars(module)["_use_grad_for_differentiable"] = _late(mark, _with_own_grad_mode)
+
+    @staticmethod
+    def _ask_late(module: ModuleType) -> None:
+        torch, make = module.torch, module.DistributedDataParallel.__init__
+        default = SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer")
+        answers = SimpleNamespace(utils=default)
+
+        @functools.wraps(make)
+        def __init__(ddp: Any, *args: Any, **kwargs: Any) -> None:
+            if COMPILER not in sys.modules:
+                torch._dynamo = answers
+            try:
+                make(ddp, *args, **kwargs)
+            finally:
+                if vars(torch).get("_dynamo") is answers:
+                    del torch._dynamo
+
+        module.DistributedDataParallel.__init__ = __init__
 
     def _need_shapes(self, module: ModuleType) -> None:
         make = module.FakeTensorMode.__init__

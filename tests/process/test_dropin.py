@@ -21,7 +21,7 @@ from dlrover_py.checkpoint.directory import CheckpointDirectory
 from tests.process.harness import Place, alive, carrying, document, eventually, free_port
 from tests.programs import PROGRAMS
 
-pytestmark = [pytest.mark.process, pytest.mark.whole_torch]
+pytestmark = pytest.mark.process
 
 BOTH = ("torchrun", "elastic-run")
 

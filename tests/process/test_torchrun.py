@@ -11,7 +11,7 @@ from tests.process.harness import Place
 from tests.process.test_dropin import PLACE, Group
 from tests.programs import PROGRAMS
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(400), pytest.mark.whole_torch]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 
 
 class Torchruns(Group):

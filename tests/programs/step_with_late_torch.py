@@ -13,6 +13,7 @@ sys.path.insert(0, sys.argv[1])
 importlib.import_module("late_torch")
 
 import torch  # noqa: E402 - after what changes its import
+import torch.distributed as dist  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 
@@ -22,6 +23,9 @@ def say(*more: object) -> None:
     print("torch._dynamo" in sys.modules, shapes, weight.tolist(), *more)
 
 
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+layer = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+layer(torch.ones(2)).backward()
 weight = torch.nn.Parameter(torch.ones(2))
 optimizer = torch.optim.SGD([weight], lr=0.5, momentum=0.5)
 for _ in range(2):
@@ -34,3 +38,4 @@ double = torch.compile(lambda x: 2 * x, backend="eager")
 twice = double(torch.ones(2)).tolist()
 optimizer.step()
 say(tuple(values.shape), twice)
+dist.destroy_process_group()
