@@ -34,10 +34,6 @@ demo: setup ## Train a small GPT on three local nodes, and break them on purpose
 	@$(PYTHON) examples/demo.py
 
 test: setup-dev ## Everything that CI runs: checks and all tests
-	@$(MAKE) --no-print-directory check
-	@bash scripts/browser.sh
-	@bash scripts/promtool.sh
-	@$(PYTHON) -m tests.cluster.lab prepare
 	@bash scripts/test.sh $(VENV)
 
 check: setup-dev ## Seconds: format, lint, types, import contracts, docs
