@@ -54,20 +54,24 @@ def eventually(
 ) -> T:
     """Call a function until its result is true, and return the result.
 
+    The pauses between calls grow from 20 to 100 ms: many a call asks the job for its status, and
+    what takes long is most often Python that imports torch on the same processors.
+
     Args:
         look: the function.
         what: what the test waits for, for the error message.
         within_s: seconds after which the test fails, with the last result in the message.
     """
     deadline = time.monotonic() + within_s
-    pause = threading.Event()
+    pause, pause_s = threading.Event(), 0.02
     while True:
         seen = look()
         if seen:
             return seen
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {within_s:g} s: {what}; last seen: {seen!r}")
-        pause.wait(0.02)
+        pause.wait(pause_s)
+        pause_s = min(1.2 * pause_s, 0.1)
 
 
 def free_port() -> int:
