@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 def say(*more: object) -> None:
     """Print whether the compiler and the shapes are there, and the weight."""
-    shapes = hasattr(torch._meta_registrations, "meta_linalg_eig")
+    shapes = hasattr(sys.modules["torch._meta_registrations"], "meta_linalg_eig")
     print("torch._dynamo" in sys.modules, shapes, weight.tolist(), *more)
 
 
