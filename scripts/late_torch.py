@@ -1,48 +1,24 @@
-"""Imports what only torch's compiler needs when it is needed. ``setup.sh`` puts it into developers'
-environments, and the variable ``TESTS_LATE_TORCH=1`` switches it on for a process.
+"""Imports torch's compiler when it is needed. ``setup.sh`` puts this into developers' environments.
 
-Nearly half of the processor time of the tests is Python that imports torch. Two parts of it are of
-no use to a program that compiles nothing and has no tensors without values:
+The variable ``TESTS_LATE_TORCH=1`` switches it on for a process.
 
-- ``torch._meta_registrations``, a quarter of ``import torch``: what each operation does to the
-  shapes of its operands. It is imported before the first fake tensor, or with the compiler.
-- ``torch._dynamo``, the compiler: as much again as torch. The first call of a function that it must
-  not trace would import it, as in each optimizer. Nothing can be traced before it is imported, so
-  such calls do without it. DistributedDataParallel asks it for a setting, which has its default.
-
-Once the compiler is imported, all is as in torch.
+Nearly half of the processor time of the tests is Python that imports torch. Of no use to a program
+that compiles nothing is ``torch._dynamo``, the compiler, which takes as much again as torch. The
+first call of a function that it must not trace would import it, as in each optimizer. Nothing can
+be traced before it is imported, so such calls do without it. DistributedDataParallel asks it for a
+setting, which has its default. Once the compiler is imported, all is as in torch.
 """
 
 import functools
 import importlib
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 Function = Callable[..., Any]
-SHAPES, COMPILER = "torch._meta_registrations", "torch._dynamo"
-
-
-class _Shapes(SourceFileLoader):
-    """Loads the module of shapes when it is needed, and nothing before."""
-
-    def __init__(self, name: str, path: str) -> None:
-        super().__init__(name, path)
-        self._lock = threading.RLock()
-        self._module: ModuleType | None = None
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._module = module
-
-    def need(self) -> None:
-        """Load the module, unless that was done before."""
-        with self._lock:
-            module, self._module = self._module, None
-            if module is not None:
-                super().exec_module(module)
+COMPILER = "torch._dynamo"
 
 
 def _late(mark: Function, plain: Callable[[Function], Function]) -> Function:
@@ -94,28 +70,21 @@ class _Finder:
     """Finds modules of torch where Python would."""
 
     def __init__(self) -> None:
-        self._shapes: _Shapes | None = None
         self._changes: dict[str, Callable[[ModuleType], None]] = {
             "torch._compile": self._mark_late,
             "torch.optim.optimizer": self._step_late,
             "torch.nn.parallel.distributed": self._ask_late,
-            "torch._subclasses.fake_tensor": self._need_shapes,
         }
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Find a module that is loaded in another way than others; None for the others."""
-        if name == COMPILER and self._shapes is not None:
-            self._shapes.need()
-        if name != SHAPES and name not in self._changes:
+        if name not in self._changes:
             return None
         spec = PathFinder.find_spec(name, path)
         if spec is not None and spec.origin is not None:
-            if name == SHAPES:
-                spec.loader = self._shapes = _Shapes(name, spec.origin)
-            else:
-                spec.loader = _Changed(name, spec.origin, self._changes[name])
+            spec.loader = _Changed(name, spec.origin, self._changes[name])
         return spec
 
     @staticmethod
@@ -144,17 +113,6 @@ class _Finder:
                     del torch._dynamo
 
         module.DistributedDataParallel.__init__ = __init__
-
-    def _need_shapes(self, module: ModuleType) -> None:
-        make = module.FakeTensorMode.__init__
-
-        @functools.wraps(make)
-        def __init__(mode: Any, *args: Any, **kwargs: Any) -> None:
-            if self._shapes is not None:
-                self._shapes.need()
-            make(mode, *args, **kwargs)
-
-        module.FakeTensorMode.__init__ = __init__
 
 
 sys.meta_path.insert(0, _Finder())

@@ -116,8 +116,8 @@ class Place:
     """The folders and the environment of one test.
 
     Args:
-        whole_torch: whether workers import parts of torch when torch does, and not when they are
-            needed (scripts/late_torch.py).
+        whole_torch: whether workers import torch's compiler with the first optimizer, needed or
+            not (scripts/late_torch.py).
     """
 
     def __init__(self, *, whole_torch: bool = False) -> None:
