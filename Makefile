@@ -22,7 +22,7 @@ $(USER_STAMP): pyproject.toml constraints.txt
 	@bash scripts/setup.sh $(VENV) user
 	@touch $@
 
-$(DEV_STAMP): pyproject.toml constraints.txt scripts/setup.sh scripts/rare_gc.py
+$(DEV_STAMP): pyproject.toml constraints.txt scripts/setup.sh scripts/rare_gc.py scripts/late_torch.py
 	@bash scripts/setup.sh $(VENV) dev
 	@touch $@
 
@@ -34,10 +34,6 @@ demo: setup ## Train a small GPT on three local nodes, and break them on purpose
 	@$(PYTHON) examples/demo.py
 
 test: setup-dev ## Everything that CI runs: checks and all tests
-	@$(MAKE) --no-print-directory check
-	@bash scripts/browser.sh
-	@bash scripts/prometheus.sh
-	@$(PYTHON) -m tests.cluster.lab prepare
 	@bash scripts/test.sh $(VENV)
 
 check: setup-dev ## Seconds: format, lint, types, import contracts, docs

@@ -59,5 +59,8 @@ if [ "$what" = dev ]; then
     packages=("$venv"/lib/python3.*/site-packages)
     cp scripts/rare_gc.py "${packages[0]}/dlrover_rare_gc.py"
     echo "import dlrover_rare_gc" >"${packages[0]}/dlrover_rare_gc.pth"
+    cp scripts/late_torch.py "${packages[0]}/dlrover_late_torch.py"
+    echo 'import os; "TESTS_LATE_TORCH" in os.environ and __import__("dlrover_late_torch")' \
+        >"${packages[0]}/dlrover_late_torch.pth"
 fi
 echo "setup: done; try: source $venv/bin/activate && dlrover --help"

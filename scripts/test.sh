@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
-# All tests, in three streams beside each other: one for the tests that compute, one for those on a
-# cluster, and one for those with processes. Tests with processes wait most of the time. A stream
-# that has done its own tests takes files with processes too, so all streams end at about the same
-# time. What a stream has said is shown when it has ended, and what has failed in any of them once
-# more at the very end.
+# All checks and tests, in three streams beside each other: one for the checks and the tests that
+# compute, one for those on a cluster, and one for those with processes. Tests with processes wait
+# most of the time. A stream that has done its own tests takes files with processes too, so all
+# streams end at about the same time. What a stream has said is shown when it has ended, and what has
+# failed in any of them once more at the very end.
+#
+# The checks and what the tests need (a cluster, a browser) come beside the first tests, as these
+# take minutes and much of that is waiting. If one of them fails, no further test begins.
 #
 #   bash scripts/test.sh .venv
 set -uo pipefail
@@ -11,7 +14,9 @@ pytest=("$1/bin/pytest" -rfEs -p no:cacheprovider --durations=40 --durations-min
 # The files that take longest come first.
 queue=(tests/process/test_{flash,examples,membership,huggingface,deepspeed,sharded_data}.py
     tests/process/test_{operator,replicas,conformance,reshard,dropin,persist}.py
-    tests/browser tests/contracts tests/process/test_*.py)
+    tests/process/test_*.py)
+# Once, here: where nothing may be written later, each process compiles our modules anew.
+"$1/bin/python" -m compileall -q -j 0 dlrover_py agent operator tests
 said=$(mktemp -d)
 trap 'rm -rf "$said"' EXIT
 set -m # else the streams in the background would ignore an interrupt
@@ -22,9 +27,15 @@ run() { # pytest, unless somebody has interrupted it before
     [ $? = 2 ] && touch "$said/interrupted"
     touch "$said/failed"
 }
-take_files() { # runs files of the queue until none is left
+first() { # what the tests of a stream need
+    "$@" && return
+    touch "$said/failed" "$said/interrupted"
+    echo "FAILED $*"
+}
+take_files() { # runs files of the queue until none is left, or until the file $1 is there
     local file
     for file in "${queue[@]}"; do
+        [ -e "${1:-}" ] && return
         # Only one stream can make the folder.
         mkdir "$said/taken-${file//\//-}" 2>/dev/null && run "$file"
     done
@@ -33,13 +44,24 @@ take_files() { # runs files of the queue until none is left
 # its threads, sometimes ended with a segmentation fault before its exec.
 (
     pytest=(nice -n 10 "${pytest[@]}")
+    first nice -n 10 make --no-print-directory VENV="$1" check
     run tests/unit tests/stateful
+    # Some of the next need what is built for the cluster.
+    take_files "$said/prepared"
+    until [ -e "$said/prepared" ]; do sleep 1; done
     run tests/local
     take_files
 ) >"$said/unit" 2>&1 &
 unit=$!
 (
+    # One after the other: they install packages.
+    first bash scripts/browser.sh
+    first bash scripts/prometheus.sh
+    first nice -n 10 "$1/bin/python" -m tests.cluster.lab prepare
+    touch "$said/prepared"
+    run tests/contracts
     run tests/cluster
+    run tests/browser
     take_files
 ) >"$said/cluster" 2>&1 &
 cluster=$!

@@ -1,6 +1,13 @@
 """Settings of all tests: for Hypothesis, a slow machine is not a failure."""
 
-from hypothesis import HealthCheck, settings
+from pathlib import Path
 
-settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("busy")
+
+def pytest_pycollect_makemodule(module_path: Path) -> None:
+    """Load the settings before a module that uses Hypothesis. The others do without its import."""
+    if "hypothesis" in module_path.read_text():
+        from hypothesis import HealthCheck, settings
+
+        slow = [HealthCheck.too_slow]
+        settings.register_profile("busy", deadline=None, suppress_health_check=slow)
+        settings.load_profile("busy")

@@ -195,19 +195,30 @@ class Cluster:
         """Return a Pod (or a Pod template) whose containers can ``import torch``.
 
         torch is too large for the images. Instead, the libraries of the virtual environment that
-        runs the tests are mounted read-only. The libraries of the image come first.
+        runs the tests are mounted read-only. The libraries of the image come first. What makes
+        torch cheaper in tests (scripts/rare_gc.py, scripts/late_torch.py) works in Pods too.
         """
         if self._lab is None:
             pytest.skip("torch is mounted from this machine: that needs the lab's own nodes")
         made = copy.deepcopy(template)
         spec = made["spec"]
         libraries = sysconfig.get_paths()["purelib"]
-        spec.setdefault("volumes", []).append(
-            {"name": "libraries", "hostPath": {"path": libraries, "type": "Directory"}}
+        # Python reads the .pth files of the image's own folder in the order of the alphabet: these
+        # come after libraries.pth.
+        own = f"/opt/venv/lib/python{sysconfig.get_python_version()}/site-packages"
+        mounts = [
+            ("libraries", libraries, "Directory", LIBRARIES),
+            ("late-torch", f"{libraries}/dlrover_late_torch.pth", "File", f"{own}/tests_1.pth"),
+            ("rare-gc", f"{libraries}/dlrover_rare_gc.pth", "File", f"{own}/tests_2.pth"),
+        ]
+        spec.setdefault("volumes", []).extend(
+            {"name": name, "hostPath": {"path": path, "type": kind}}
+            for name, path, kind, _ in mounts
         )
-        mount = {"name": "libraries", "mountPath": LIBRARIES, "readOnly": True}
         for container in spec["containers"]:
-            container.setdefault("volumeMounts", []).append(mount)
+            container.setdefault("volumeMounts", []).extend(
+                {"name": name, "mountPath": there, "readOnly": True} for name, _, _, there in mounts
+            )
         return made
 
     # --- Faults of processes and Pods ---

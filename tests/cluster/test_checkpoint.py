@@ -22,6 +22,7 @@ from tests.cluster.jobs import Job, Watched, document, submit
 from tests.cluster.lab.parts import FAKETIME
 from tests.cluster.test_notice import drain, given_back, preempt, spot
 from tests.flash import OPEN, WORKER, doubled, permit
+from tests.programs import LATE_TORCH
 
 pytestmark = pytest.mark.timeout(900)
 SHARED = "/ckpt"
@@ -172,7 +173,8 @@ def saving(
     shared = {"name": "ckpt", "hostPath": {"path": str(folder), "type": "Directory"}}
     spec.setdefault("volumes", []).append(shared)
     spec["containers"][0]["volumeMounts"] = [{"name": "ckpt", "mountPath": SHARED}, *mounts]
-    spec["containers"][0]["env"] = list(env)
+    late_torch = [{"name": k, "value": v} for k, v in LATE_TORCH.items()]
+    spec["containers"][0]["env"] = [*late_torch, *env]
     spec["containers"][0]["resources"] = {"requests": {"cpu": cpu}} if cpu else {}
     worker["template"] = there.cluster.with_torch(worker["template"])
     its = Saving(submit(there.cluster, there, doc), folder)

@@ -35,3 +35,22 @@ def test_an_operator_without_pages_imports_nothing_of_them(module: str) -> None:
     argv = [sys.executable, "-P", str(PROGRAMS / "list_imports.py"), module]
     done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60)
     assert {"jinja2", "markupsafe"}.isdisjoint(done.stdout.split())
+
+
+def test_what_torch_loads_of_us_is_only_the_entry_point() -> None:
+    """torch loads all backends of torchrun, in each process that imports its checkpoints."""
+    what = "import sys, torch.distributed.checkpoint; print(*sys.modules)"
+    argv = [sys.executable, "-P", "-c", what]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60)
+    ours = {name for name in done.stdout.split() if name.startswith("dlrover_")}
+    assert ours - {"dlrover_rare_gc"} == {"dlrover_agent", "dlrover_agent.torch_compat"}
+
+
+def test_torchs_compiler_is_there_when_it_is_needed() -> None:
+    program, scripts = PROGRAMS / "step_with_late_torch.py", PROGRAMS.parents[1] / "scripts"
+    argv = [sys.executable, "-P", str(program), str(scripts)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.splitlines() == [
+        "False [-0.25, -0.25] True True",
+        "True [-1.125, -1.125] [2.0, 2.0]",
+    ]

@@ -8,9 +8,9 @@ from tests.process.harness import Place, eventually
 
 
 @pytest.fixture
-def place() -> Iterator[Place]:
+def place(request: pytest.FixtureRequest) -> Iterator[Place]:
     """Folders for one test, and the check that nothing is left behind."""
-    place = Place()
+    place = Place(whole_torch=request.node.get_closest_marker("whole_torch") is not None)
     try:
         yield place
     finally:

@@ -30,7 +30,7 @@ from dlrover_py.net.http_client import HttpClient
 from dlrover_py.protocol.agents import Directive  # noqa: F401 - re-exported for tests
 from dlrover_py.protocol.local import Snapshot
 from dlrover_py.protocol.status import JobStatus, NodePhase, NodeStatus
-from tests.programs import source
+from tests.programs import LATE_TORCH, source
 
 MARK = "DLROVER_TEST_MARK"
 BIN = Path(sys.executable).parent
@@ -54,20 +54,24 @@ def eventually(
 ) -> T:
     """Call a function until its result is true, and return the result.
 
+    The pauses between calls grow from 20 to 100 ms: many a call asks the job for its status, and
+    what takes long is most often Python that imports torch on the same processors.
+
     Args:
         look: the function.
         what: what the test waits for, for the error message.
         within_s: seconds after which the test fails, with the last result in the message.
     """
     deadline = time.monotonic() + within_s
-    pause = threading.Event()
+    pause, pause_s = threading.Event(), 0.02
     while True:
         seen = look()
         if seen:
             return seen
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {within_s:g} s: {what}; last seen: {seen!r}")
-        pause.wait(0.02)
+        pause.wait(pause_s)
+        pause_s = min(1.2 * pause_s, 0.1)
 
 
 def free_port() -> int:
@@ -109,9 +113,14 @@ def carrying(mark: str) -> dict[int, str]:
 
 
 class Place:
-    """The folders and the environment of one test."""
+    """The folders and the environment of one test.
 
-    def __init__(self) -> None:
+    Args:
+        whole_torch: whether workers import torch's compiler with the first optimizer, needed or
+            not (scripts/late_torch.py).
+    """
+
+    def __init__(self, *, whole_torch: bool = False) -> None:
         self.mark = secrets.token_hex(8)
         self.folder = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))  # short: unix sockets
         self.env = os.environ | {
@@ -122,6 +131,7 @@ class Place:
             "PATH": f"{BIN}:{os.environ['PATH']}",
             "PYTHONPATH": "",
             "KUBECONFIG": str(self.folder / "no-kubeconfig"),
+            **({} if whole_torch else LATE_TORCH),
         }
 
     def script(self, program: Path | str, name: str = "train.py") -> Path:

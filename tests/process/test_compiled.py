@@ -10,6 +10,8 @@ import pytest
 from tests.process.harness import Place
 from tests.programs import PROGRAMS
 
+pytestmark = pytest.mark.whole_torch
+
 CACHED = {"DLROVER_CACHE_DIR": "cache"}
 """Environment of commands that run in the place's folder."""
 

@@ -16,7 +16,7 @@ import pytest
 
 from tests.process.harness import Place, eventually
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.whole_torch]
 
 PROBES = Path(__file__).parent / "probes"
 BY_LAUNCHER = {

@@ -12,7 +12,7 @@ from tests.process.harness import CALM, Place, job
 from tests.programs import PROGRAMS
 
 SCRIPT = PROGRAMS / "train_with_deepspeed.py"
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.whole_torch]
 EPOCHS = 2
 ROUNDED = 1e-4
 """Tolerance of weights of 32 bits, whose additions have another order. A step with another learning

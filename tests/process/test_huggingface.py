@@ -7,7 +7,7 @@ from tests import exact_runs
 from tests.process.harness import Place
 from tests.programs import PROGRAMS
 
-pytestmark = pytest.mark.timeout(600)  # a new node imports transformers
+pytestmark = [pytest.mark.timeout(600), pytest.mark.whole_torch]  # a new node imports transformers
 
 EPOCHS = 2
 EXACT = 1e-12

@@ -7,6 +7,8 @@ from tests import exact_runs
 from tests.process.harness import Place
 from tests.programs import PROGRAMS
 
+pytestmark = pytest.mark.whole_torch
+
 SCRIPT = PROGRAMS / "train_with_lightning.py"
 EPOCHS = 2
 EXACT = 1e-12

@@ -48,7 +48,7 @@ def test_elastic_run_is_kept_away() -> None:
 
 def test_torchrun_finds_it() -> None:
     (found,) = [e for e in entry_points(group="torchrun.handlers") if e.name == "dlrover"]
-    assert found.value == "dlrover_agent.torch_compat.rendezvous:backend"
+    assert found.value == "dlrover_agent.torch_compat:backend"
 
 
 SUM = PROGRAMS / "sum_ranks.py"

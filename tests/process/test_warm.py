@@ -15,6 +15,8 @@ import pytest
 from tests.process.harness import Job, Place, alive, eventually, job, lines, members
 from tests.programs import PROGRAMS
 
+pytestmark = pytest.mark.whole_torch
+
 SCRIPT = PROGRAMS / "say_warmth.py"
 CACHED = {"DLROVER_CACHE_DIR": "cache"}
 """Environment of commands that run in the place's folder."""

@@ -5,6 +5,11 @@ from pathlib import Path
 
 PROGRAMS = Path(__file__).parent
 """The folder of the programs."""
+LATE_TORCH = {"TESTS_LATE_TORCH": "1", "OPENBLAS_NUM_THREADS": "1"}
+"""Environment of programs that compile nothing (scripts/late_torch.py), without NumPy's threads.
+
+They begin with ``import torch``, in each of more processes than there are processors.
+"""
 
 
 def source(program: Path | str) -> str:

@@ -1,10 +1,10 @@
 """The rendezvous handler of ``torchrun --rdzv-backend=dlrover``.
 
 torchrun keeps its own agent and workers, and DLRover's master decides the membership. torchrun
-finds :func:`backend` through the entry-point group ``torchrun.handlers``. Its agent asks for the
-next round when it has to start workers. Ten times a second it asks whether "nodes are waiting".
-The handler uses this to report that the round is over: the agent then stops its workers and asks
-for the next round.
+finds :func:`dlrover_agent.torch_compat.backend` through the entry-point group
+``torchrun.handlers``. Its agent asks for the next round when it has to start workers. Ten times a
+second it asks whether "nodes are waiting". The handler uses this to report that the round is over:
+the agent then stops its workers and asks for the next round.
 
 Each round has a new store, which rank 0's agent serves at the port that it has offered. All agents
 connect to the store before torchrun gets it. The reason is that torchrun's agent waits on a store
@@ -56,11 +56,6 @@ PATIENCE_S = 10.0
 """Seconds, in addition to the lease, to learn from the master why the store of a round broke.
 
 A broken store usually means a lost node, which the master reports within its lease."""
-
-
-def backend() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """Return the function that makes a handler; this is the entry point for torchrun."""
-    return Handler
 
 
 class Handler(RendezvousHandler):

@@ -13,7 +13,7 @@ def until(
     what: str,
     *,
     within_s: float = 120.0,
-    every_s: float = 0.1,
+    every_s: float | None = None,
 ) -> T:
     """Call a function until its result is true, and return the result.
 
@@ -21,14 +21,16 @@ def until(
         condition: the function.
         what: what is waited for, for the error message.
         within_s: seconds after which it fails, with the last result in the message.
-        every_s: seconds between two calls.
+        every_s: seconds between two calls; None for pauses that grow from 0.1 to 0.5 s, because
+            many a call starts kubectl, which takes a tenth of a second of processor time.
     """
     deadline = time.monotonic() + within_s
-    pause = threading.Event()
+    pause, growing_s = threading.Event(), 0.1
     while True:
         seen = condition()
         if seen:
             return seen
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {within_s:g} s: {what}; last seen: {seen!r}")
-        pause.wait(every_s)
+        pause.wait(growing_s if every_s is None else every_s)
+        growing_s = min(1.2 * growing_s, 0.5)

@@ -18,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+import torch._dynamo  # the first optimizer would import it, in each rank anew
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn

@@ -1,0 +1,118 @@
+"""Imports torch's compiler when it is needed. ``setup.sh`` puts this into developers' environments.
+
+The variable ``TESTS_LATE_TORCH=1`` switches it on for a process.
+
+Nearly half of the processor time of the tests is Python that imports torch. Of no use to a program
+that compiles nothing is ``torch._dynamo``, the compiler, which takes as much again as torch. The
+first call of a function that it must not trace would import it, as in each optimizer. Nothing can
+be traced before it is imported, so such calls do without it. DistributedDataParallel asks it for a
+setting, which has its default. Once the compiler is imported, all is as in torch.
+"""
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+Function = Callable[..., Any]
+COMPILER = "torch._dynamo"
+
+
+def _late(mark: Function, plain: Callable[[Function], Function]) -> Function:
+    """Return a decorator that is torch's, and for calls before the import of the compiler another.
+
+    Args:
+        mark: decorator of torch, which may be called with options instead of a function.
+        plain: what it would do without a compiler.
+    """
+
+    def decorator(fn: Function | None = None, *args: Any, **options: Any) -> Function:
+        if fn is None:
+            return functools.partial(decorator, *args, **options)
+        marked, unmarked = mark(fn, *args, **options), plain(fn)
+
+        @functools.wraps(fn)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (marked if COMPILER in sys.modules else unmarked)(*args, **kwargs)
+
+        return call
+
+    return decorator
+
+
+def _with_own_grad_mode(step: Function) -> Function:
+    """Return the step of an optimizer with gradients on or off, as the optimizer says."""
+
+    def call(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        torch = importlib.import_module("torch")
+        with torch.set_grad_enabled(optimizer.defaults["differentiable"]):
+            return step(optimizer, *args, **kwargs)
+
+    return call
+
+
+class _Changed(SourceFileLoader):
+    """Loads a module, and changes it before anybody sees it."""
+
+    def __init__(self, name: str, path: str, change: Callable[[ModuleType], None]) -> None:
+        super().__init__(name, path)
+        self._change = change
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        self._change(module)
+
+
+class _Finder:
+    """Finds modules of torch where Python would."""
+
+    def __init__(self) -> None:
+        self._changes: dict[str, Callable[[ModuleType], None]] = {
+            "torch._compile": self._mark_late,
+            "torch.optim.optimizer": self._step_late,
+            "torch.nn.parallel.distributed": self._ask_late,
+        }
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find a module that is loaded in another way than others; None for the others."""
+        if name not in self._changes:
+            return None
+        spec = PathFinder.find_spec(name, path)
+        if spec is not None and spec.origin is not None:
+            spec.loader = _Changed(name, spec.origin, self._changes[name])
+        return spec
+
+    @staticmethod
+    def _mark_late(module: ModuleType) -> None:
+        vars(module)["_disable_dynamo"] = _late(module._disable_dynamo, lambda fn: fn)
+
+    @staticmethod
+    def _step_late(module: ModuleType) -> None:
+        mark = module._use_grad_for_differentiable
+        vars(module)["_use_grad_for_differentiable"] = _late(mark, _with_own_grad_mode)
+
+    @staticmethod
+    def _ask_late(module: ModuleType) -> None:
+        torch, make = module.torch, module.DistributedDataParallel.__init__
+        default = SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer")
+        answers = SimpleNamespace(utils=default)
+
+        @functools.wraps(make)
+        def __init__(ddp: Any, *args: Any, **kwargs: Any) -> None:
+            if COMPILER not in sys.modules:
+                torch._dynamo = answers
+            try:
+                make(ddp, *args, **kwargs)
+            finally:
+                if vars(torch).get("_dynamo") is answers:
+                    del torch._dynamo
+
+        module.DistributedDataParallel.__init__ = __init__
+
+
+sys.meta_path.insert(0, _Finder())

@@ -1,0 +1,37 @@
+"""Makes steps of an optimizer with scripts/late_torch.py, and says whether the compiler is there.
+
+    python step_with_late_torch.py SCRIPTS
+
+SCRIPTS is the folder of late_torch.py. A line is printed before anything needs torch's compiler,
+and one after a compiled function.
+"""
+
+import importlib
+import sys
+
+sys.path.insert(0, sys.argv[1])
+importlib.import_module("late_torch")
+
+import torch  # noqa: E402 - after what changes its import
+import torch.distributed as dist  # noqa: E402
+
+
+def say(*more: object) -> None:
+    """Print whether the compiler is there, and the weight."""
+    print("torch._dynamo" in sys.modules, weight.tolist(), *more)
+
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+layer = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+layer(torch.ones(2)).backward()
+weight = torch.nn.Parameter(torch.ones(2))
+optimizer = torch.optim.SGD([weight], lr=0.5, momentum=0.5)
+for _ in range(2):
+    weight.grad = torch.ones(2)
+    optimizer.step()
+say(weight.requires_grad, torch.is_grad_enabled())
+double = torch.compile(lambda x: 2 * x, backend="eager")
+twice = double(torch.ones(2)).tolist()
+optimizer.step()
+say(twice)
+dist.destroy_process_group()
