@@ -14,7 +14,6 @@ It is slow beyond the step in FOLDER/gate, so that faults hit where the test mea
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -132,56 +131,3 @@ def run_with_faults(place: Place, program: Path, *, epochs: int) -> None:
         run.cli("node", "drain", members(lost)[1].id)
         permit(place.folder, OPEN)
         assert run.wait(within_s=250) == 0, "".join(run.output)
-
-
-def run_with_a_torn_checkpoint(place: Place, program: Path, *, epochs: int) -> None:
-    """Run a program as a job whose nodes are lost at once, with a torn checkpoint in its storage.
-
-    The world is resized 2→1→2 within the first epoch. In the second one, all nodes are lost.
-
-    Args:
-        place: where the job runs; the program gets its folder.
-        program: the program under test.
-        epochs: how many epochs it trains, at least 2.
-    """
-    permit(place.folder, 0)
-    provide_task(place)
-    with job(
-        place,
-        script=program,
-        args=(str(place.folder), str(epochs)),
-        hosts=4,  # two are lost
-        replicas=2,
-        minReplicas=1,
-        maxReplicas=2,
-        restartCount=10,
-        spec={"checkpoint": {"dir": str(place.folder / "store")}},
-        settings=CALM,
-    ) as run:
-        last = run.running(2)
-        for step, world in ((4, 1), (8, 2)):
-            at_step(run, step)
-            run.cli("job", "scale", str(world))
-            last = run.running(world, round_after=last.round)
-        at_step(run, STEPS + 3)
-        whole, _ = stored(run)
-        at_step(run, STEPS + 6)
-        newer, folder = stored(run)
-        assert newer > whole
-        largest = max(folder.rglob("*"), key=lambda path: path.stat().st_size)
-        os.truncate(largest, largest.stat().st_size // 2)
-        for node in members(last):
-            run.hurt(node.id, "kill")
-        last = run.running(2, round_after=last.round)
-        permit(place.folder, OPEN)
-        assert run.wait(within_s=250) == 0, "".join(run.output)
-    first, *_ = (place.folder / f"{last.round}-0.txt").read_text().split()
-    assert int(first) == whole + 1, "it went on from the checkpoint that is whole"
-
-
-def stored(run: Job) -> tuple[int, Path]:
-    """Have the newest checkpoint stored, and return its step and its folder."""
-    said = run.cli("job", "checkpoint", run.name)
-    found = re.fullmatch(r"job: the checkpoint of step (\d+) is in (\S+)\n", said)
-    assert found is not None, said
-    return int(found[1]), Path(found[2])
