@@ -1,10 +1,13 @@
 """Each sample once per epoch, whatever the worlds are and wherever a checkpoint is loaded."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.stateful import Stateful
 
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.trainer.data import ElasticSampler
@@ -154,6 +157,18 @@ def test_the_state_of_another_loader_is_refused() -> None:
     torchdata = {"_snapshot": {}, "_steps_since_snapshot": 3, "_iterator_finished": False}
     with pytest.raises(ConfigError, match="another sampler or loader cannot be continued"):
         ranks(1)[0].load_state_dict(torchdata)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_checkpoint_of_torch_has_the_position(tmp_path: Path) -> None:
+    """``ElasticSampler`` is a ``Stateful`` of ``torch.distributed.checkpoint``."""
+    (before,), (after,) = ranks(1), ranks(1)
+    step([before])
+    assert isinstance(before, Stateful)
+    checkpoint.save({"data": before}, checkpoint_id=tmp_path, no_dist=True)
+    checkpoint.load({"data": after}, checkpoint_id=tmp_path, no_dist=True)
+    assert after.state_dict() == before.state_dict()
+    assert after.offset == 10
 
 
 def test_a_checkpoint_may_be_continued_with_another_batch() -> None:

@@ -59,15 +59,16 @@ class ChunkSource:
 
         Args:
             dataset: its samples are read by number, ``dataset[number]``.
-            chunks: number of samples of each chunk, in the order of the samples.
+            chunks: number of samples of each chunk, in the order of the samples. Empty chunks are
+                left out: Mosaic writes one if its first sample is larger than a shard may be.
 
         Raises:
-            ConfigError: a chunk is empty, there is none, or they are not the whole dataset.
+            ConfigError: the chunks have no samples, or are not the whole dataset.
         """
         self._dataset = dataset
-        self.sizes = [(1, int(size)) for size in chunks]
+        self.sizes = [(1, int(size)) for size in chunks if size]
         if not self.sizes or min(size for _, size in self.sizes) < 1:
-            raise ConfigError("data: expected chunks of at least 1 sample, found an empty one")
+            raise ConfigError(f"data: expected chunks with samples, found {[*map(int, chunks)]}")
         self._first = [0]
         for _, size in self.sizes:
             self._first.append(self._first[-1] + size)

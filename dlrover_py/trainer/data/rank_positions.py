@@ -5,7 +5,7 @@ keeps those of all ranks, and refuses a world for which they were not made.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dlrover_py.protocol.errors import ConfigError
@@ -25,15 +25,20 @@ class RankPositions:
         restore: Callable[[Any], None],
         *,
         any_world: bool = False,
+        choose: Callable[[Sequence[Any]], Any] | None = None,
     ) -> None:
-        """Take the two functions of the loader.
+        """Take the functions of the loader.
 
         Args:
             save: returns the position of this rank: bytes of UTF-8, or what JSON can say.
             restore: goes to such a position.
             any_world: True if the positions of all ranks are equal, and fit each world size.
+            choose: makes the position of this rank of those of all ranks of the checkpoint, in the
+                order of the ranks. It raises ConfigError for a world size that the loader cannot
+                do. None: a rank goes to the position of its number, and the world size must stay.
         """
         self._save, self._restore, self._any_world = save, restore, any_world
+        self._choose = choose
 
     @classmethod
     def of_grain(cls, iterator: Any, *, any_world: bool = False) -> "RankPositions":
@@ -92,11 +97,18 @@ class RankPositions:
                 f"data: expected any_world={any_world}, as in the checkpoint, found "
                 f"{self._any_world}"
             )
+        if self._choose is not None:
+            self._restore(self._choose([_value(kind, text) for text in positions]))
+            return
         if not self._any_world and len(positions) != world:
             raise ConfigError(
                 f"data: expected {len(positions)} workers, as in the checkpoint, found {world}: "
                 "this loader cannot change its world size; use ElasticLoader or ShardLoader, or "
                 f"start {len(positions)} workers"
             )
-        text = positions[0 if self._any_world else rank]
-        self._restore(text.encode() if kind == "bytes" else decoded(text))
+        self._restore(_value(kind, positions[0 if self._any_world else rank]))
+
+
+def _value(kind: str, text: str) -> Any:
+    """Return a position as the loader's function has returned it."""
+    return text.encode() if kind == "bytes" else decoded(text)
