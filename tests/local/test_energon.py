@@ -142,6 +142,6 @@ def test_another_loader_is_refused() -> None:
 
 def test_a_state_of_another_class_is_refused(dataset: Path) -> None:
     loader, positions = loader_of(dataset, 0)
-    loader.dataset._sample_index = Path("x")
+    vars(loader.dataset)["_sample_index"] = Path("x")  # a class that no state may have
     with pytest.raises(ConfigError, match="Path"):
         positions.state_dict()
