@@ -243,7 +243,10 @@ class ElasticLoader:
             where = f"{sampler.seed}/{sampler.epoch}/{sampler.offset}/{sampler.rank}"
             digest = hashlib.blake2b(where.encode(), digest_size=8).digest()
             self._generator.manual_seed(int.from_bytes(digest, "little"))
-        with torch.device("cpu"):  # the script's default device does not have this generator
+        # Another default device of the script does not have this generator. Without one there must
+        # be no context: processes that are forked in it go through Python for each call of torch.
+        on_cpu = torch.get_default_device().type == "cpu"
+        with nullcontext() if on_cpu else torch.device("cpu"):
             return _by_step(sampler.plan()), iter(self.loader)
 
     def state_dict(self) -> dict[str, int | bool]:
