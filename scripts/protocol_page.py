@@ -52,6 +52,7 @@ from dlrover_py.protocol import (
     local,
     log_rules,
     manifest,
+    memory_growth,
     names,
     persister,
     probe,
@@ -810,6 +811,7 @@ WIRES: tuple[Wire, ...] = (
 
 ELSEWHERE: Mapping[ModuleType, str] = {
     autoscale: "[ElasticJob](elasticjob.md#what-you-write-spec)",
+    memory_growth: "[ElasticJob](elasticjob.md#what-you-write-spec)",
     hosts: "[ElasticJob](elasticjob.md#what-is-reported-status)",
     job: "[ElasticJob](elasticjob.md#what-you-write-spec)",
     log_rules: "[ElasticJob](elasticjob.md#what-you-write-spec)",

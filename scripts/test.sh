@@ -48,7 +48,10 @@ take_files() { # runs files of the queue until none is left, or until the file $
     run tests/unit tests/stateful
     # Some of the next need what is built for the cluster.
     take_files "$said/prepared"
-    until [ -e "$said/prepared" ]; do sleep 1; done
+    for _ in {1..3600}; do # the stream for the cluster may have been killed
+        [ -e "$said/prepared" ] && break
+        sleep 1
+    done
     run tests/local
     take_files
 ) >"$said/unit" 2>&1 &

@@ -14,8 +14,8 @@ from dlrover_py.protocol.agents import NodeLoad
 PERIOD_S = 10.0
 """Seconds between two readings, at least."""
 LEAST_CHANGE = 0.05
-"""A share must change by this much to be reported, and what is used by this share of the limit or
-of the number of CPUs: a report that changes all the time says no more."""
+"""Least change that is reported: of a share, of the used memory as a share of its limit, and of the
+CPUs as a share of those in use. A report that changes all the time says no more."""
 PRESSURE = Path("/proc/pressure")
 """Folder with the pressure stall information of the machine."""
 _RESOURCES = ("cpu", "io", "memory")
@@ -55,17 +55,17 @@ def _load(last: _Reading, new: _Reading) -> NodeLoad:
     )
 
 
-def _differs(one: NodeLoad, other: NodeLoad) -> bool:
-    """Return whether a load differs from another by enough to be reported."""
+def _differs(new: NodeLoad, reported: NodeLoad) -> bool:
+    """Return whether a new load differs enough from the reported one, as ``LEAST_CHANGE`` says."""
     least = {
-        "memory_bytes": max(1.0, LEAST_CHANGE * one.memory_limit),
+        "memory_bytes": max(1.0, LEAST_CHANGE * new.memory_limit),
         "memory_limit": 1.0,
-        "cores": LEAST_CHANGE * max(1.0, one.cores),
+        "cores": LEAST_CHANGE * max(1.0, new.cores),
     }
-    before = other.model_dump()
+    before = reported.model_dump()
     return any(
         abs(value - before[name]) >= least.get(name, LEAST_CHANGE)
-        for name, value in one.model_dump().items()
+        for name, value in new.model_dump().items()
     )
 
 
@@ -106,7 +106,11 @@ class LoadMeter:
         return self.newest
 
     def read(self) -> None:
-        """Read the counters, and take over the load since the reading before."""
+        """Read the counters.
+
+        The load since the last reading becomes :attr:`newest` if it differs enough to be reported.
+        The first reading gives none.
+        """
         new = _Reading(
             self._clock(),
             self._periods(),

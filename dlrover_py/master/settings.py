@@ -98,6 +98,8 @@ class Settings(Timing):
     def traces(environ: Mapping[str, str] | None = None) -> bool:
         """Return whether OpenTelemetry's standard variables name a receiver of traces.
 
+        The result is False if they switch traces off.
+
         Args:
             environ: The variables; None for those of this process.
         """

@@ -132,6 +132,8 @@ class RecoveryTimes:
     def take(self, job: Job, events: Iterable[Event], since: int, now: float) -> None:
         """Take in one step of the job, and send the trace of a recovery that it has completed.
 
+        An error in it ends the traces with a warning, and nothing else.
+
         Args:
             job: The job after the step.
             events: What the step has taken in.
@@ -140,6 +142,22 @@ class RecoveryTimes:
         """
         if self._send is None:
             return
+        try:
+            self._take(job, events, since, now)
+        except Exception:
+            log.exception("no_traces", extra={"then": "the job goes on without traces"})
+            self._send = None
+
+    def _take(self, job: Job, events: Iterable[Event], since: int, now: float) -> None:
+        """Take in one step of the job; see :meth:`take`.
+
+        Args:
+            job: The job after the step.
+            events: What the step has taken in.
+            since: Id of the first event that the step has recorded, if any.
+            now: Monotonic time of the step.
+        """
+        assert self._send is not None
         for event in events:
             if isinstance(event, RestoreAsked) and event.round > self._asked[0]:
                 self._asked = event.round, now
@@ -166,7 +184,11 @@ class RecoveryTimes:
             self._running = world.round, now
 
     def _failure_began(self, job: Job, event: JobEvent, now: float) -> float:
-        """Return the last sign of life of what has failed, in monotonic seconds."""
+        """Return the last sign of life of what has failed, in monotonic seconds.
+
+        For a hang this is its last step, which is kept for the failure that follows it. For an
+        event that is no failure it is ``now``.
+        """
         if event.reason == EventReason.NODE_LOST and event.node is not None:
             node = job.live.nodes.get(NodeId(event.node))
             return node.heard_at if node is not None and node.heard_at > -math.inf else now
@@ -253,7 +275,7 @@ class TraceExporter:
         self._words = _LastWords()
 
     def send(self, spans: Sequence[Span], attributes: dict[str, str | int]) -> None:
-        """Have a trace sent; never wait.
+        """Have a trace sent; never wait. If too many wait, the oldest is dropped without a warning.
 
         Args:
             spans: The whole recovery, then its phases.

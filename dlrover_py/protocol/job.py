@@ -243,11 +243,11 @@ class ReplicaSpec(Role):
     """Number of nodes that run outside of the round, ready to take the rank of a lost node."""
     memory_growth: Annotated[MemoryGrowthSpec | None, CLUSTER_ONLY] = None
     """The higher memory limit of new nodes after one was killed for lack of memory. If absent, new
-    nodes have the limit of the template. It cannot be used in a queue of Kueue."""
+    nodes have the limit of the template. It has no effect in a queue of Kueue."""
     spot_policy: Annotated[Literal["any", "onDemandMin"], CLUSTER_ONLY] = "any"
-    """``any``: nodes are placed as the template says. ``onDemandMin``: new nodes are kept off spot
-    hosts until ``minReplicas`` nodes are; further ones prefer spot hosts. In a queue of Kueue, its
-    flavors decide."""
+    """``any``: nodes are placed as the template says. ``onDemandMin``: ``minReplicas`` nodes are
+    kept off spot hosts, and further ones prefer them. In a queue of Kueue it has no effect, as its
+    flavors choose the hosts."""
     auto_scale: bool | None = None
     """DLRover's switch: ``true`` means ``autoscale: {mode: auto}``, unless ``autoscale`` is set."""
     autoscale: AutoscaleSpec | None = None
@@ -309,12 +309,11 @@ class ReplicaSpec(Role):
             )
             if self.auto_scale is False and self.autoscale.mode == "auto":
                 found.append("autoScale is false and autoscale.mode is auto: expected one of them")
-        if (growth := self.memory_growth) is not None and growth.raised(self.memory) == self.memory:
-            has = f"the memory limit of its main container is {self.memory} bytes"
+        if (growth := self.memory_growth) is not None and not 0 < self.memory <= growth.limit_bytes:
+            has = f"is {self.memory} bytes" if self.memory else "is none, or of the whole Pod"
             found.append(
-                f"memoryGrowth.limit is {growth.limit} and "
-                f"{has if self.memory else 'its main container has no memory limit'}: expected a "
-                "memory limit in the template, and more here"
+                f"memoryGrowth.limit is {growth.limit} and the memory limit of its main container "
+                f"{has}: expected a limit of the container in the template, and no less here"
             )
         if abs(self.rank or 0) > MAX_PRIORITY:
             found.append(
@@ -419,11 +418,16 @@ class ReplicaSpec(Role):
 
     @property
     def memory(self) -> int:
-        """The memory limit of the main container in bytes; 0 if the template has none."""
+        """The memory limit of the main container in bytes; 0 if the template has none.
+
+        It is also 0 if the template limits the memory of the whole Pod (``spec.resources``).
+        """
         try:
-            return memory_limit(_mapping(_containers(self.template)[self.main_container()]))
+            main = _mapping(_containers(self.template)[self.main_container()])
         except ConfigError:
             return 0  # reported elsewhere
+        of_pod = memory_limit(_mapping(self.template.get("spec")))
+        return 0 if of_pod else memory_limit(main)
 
     def main_container(self) -> int:
         """Return the index of the container that runs the agent.

@@ -46,10 +46,12 @@ def read_conditions(obj: Mapping[str, Any]) -> list[Condition]:
 def read_phase(
     obj: Mapping[str, Any], status: JobStatus | None, conditions: Sequence[Condition]
 ) -> tuple[str, str]:
-    """Return the phase that the operator publishes, and the best known reason for it.
+    """Return the phase of a job, and the best known reason for it.
 
-    Without a phase it is ``Created``. The reason comes from the master's status if the phases
-    agree. Otherwise it comes from a condition: first a problem, then one of the phase.
+    The phase is the operator's, else the master's, else ``Created``, or ``Deleting`` for an object
+    that is being deleted. The reason says first if the job is being deleted, is managed by another
+    controller, or was never processed. Otherwise it comes from the master's status if the phases
+    agree, else from a condition: first a problem, then one of the phase.
 
     Args:
         obj: the ElasticJob.

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, StringConstraints
@@ -11,6 +12,8 @@ from dlrover_py.protocol.quantities import quantity
 
 MIB = 1 << 20
 """Bytes in 1 MiB. Limits that are chosen are multiples of this."""
+MOST = 1 << 52
+"""Greatest number of bytes that is taken for a memory limit: 4 PiB."""
 
 
 class MemoryGrowthSpec(BaseModel):
@@ -30,9 +33,14 @@ class MemoryGrowthSpec(BaseModel):
     factor: Annotated[float, Field(ge=1.05, le=16)] = 1.5
     """The higher limit, divided by that of the template."""
 
+    @property
+    def limit_bytes(self) -> int:
+        """The highest memory limit in bytes."""
+        return math.floor(min(quantity(self.limit), Decimal(MOST)))
+
     def raised(self, present: int) -> int:
         """Return the higher limit in bytes, for a present one; it may be the present one."""
-        most = math.floor(quantity(self.limit)) // MIB * MIB
+        most = self.limit_bytes // MIB * MIB
         return max(present, min(most, math.ceil(present * self.factor / MIB) * MIB))
 
 
@@ -61,11 +69,15 @@ def with_memory_limit(container: Mapping[str, Any], limit: int) -> dict[str, Any
 
 
 def _memory(container: Mapping[str, Any], kind: str) -> int:
-    """Return the memory in bytes among the ``limits`` or ``requests``; 0 if there is none."""
+    """Return the memory in bytes among the ``limits`` or ``requests``.
+
+    It is 0 if there is none, or if what is there is no size of a memory.
+    """
     found: object = container
     for name in ("resources", kind, "memory"):
         found = found.get(name) if isinstance(found, Mapping) else None
     try:
-        return math.floor(quantity(str(found)))
+        value = quantity(str(found))
     except ValueError:
         return 0
+    return math.floor(value) if 0 < value <= MOST else 0  # "1e999999999" would fill the memory

@@ -503,8 +503,8 @@ class EventReason(StrEnum):
     MEMORY_RAISED = "MemoryRaised"
     """A node ran out of memory, and new nodes have a higher limit (``memoryGrowth``)."""
     SPOT_HELD = "SpotHeld"
-    """Warning: Spot hosts were taken away too often, so no new node is put on one for some time
-    (``spotPolicy``)."""
+    """Warning: Nodes that may be on spot hosts were taken away too often, so only nodes of the
+    minimum are requested for some time (``spotPolicy``). The message says until when."""
     NODE_CUT_OFF = "NodeCutOff"
     """Warning: For a lease, a node heard neither the master nor another node of its round, so it
     stopped its workers. Another round follows. This is normal after a network failure. If only the

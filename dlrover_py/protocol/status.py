@@ -241,8 +241,8 @@ class NodeStatus(_StatusModel):
 
     @property
     def cores_words(self) -> str:
-        """The number of CPUs that it uses, such as ``7.5``; empty if that is not known."""
-        return f"{self.cores:.1f}" if self.memory_limit else ""
+        """The number of CPUs that it uses, such as ``7.5``; empty if that is not known, or 0."""
+        return f"{self.cores:.1f}" if self.cores else ""
 
 
 class Failure(_StatusModel):

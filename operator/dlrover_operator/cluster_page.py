@@ -102,7 +102,7 @@ class HostLine:
 
     @property
     def health(self) -> str:
-        """The number of faults of each kind, and of the jobs that have seen them."""
+        """The number of faults of each kind, such as ``2 hardware, 1 lost``."""
         kinds: Counter[HostFaultKind] = Counter(fault.kind for fault, _ in self.faults)
         return ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
 
@@ -226,7 +226,10 @@ def _job_line(job: Obj) -> JobLine:
     summary = (status.get("training") or {}).get("summary") or {}
     allocation = status.get("allocation") or {}
     reason = _text(status.get("reason"))
-    messages = (_text(c.get("message")) for c in _with(status.get("conditions"), "reason", reason))
+    messages = (
+        _text(c.get("message"))
+        for c in _conditions_where(status.get("conditions"), "reason", reason)
+    )
     queue = _text((meta.get("labels") or {}).get(names.LABEL_QUEUE))
     if allocation.get("nodes") is not None:
         queue = f"{queue}: {allocation['nodes']} nodes" if queue else f"{allocation['nodes']} nodes"
@@ -244,8 +247,8 @@ def _job_line(job: Obj) -> JobLine:
     )
 
 
-def _with(conditions: Any, field_name: str, value: str) -> Iterator[Obj]:
-    """Yield the conditions with this value, if it is not empty."""
+def _conditions_where(conditions: Any, field_name: str, value: str) -> Iterator[Obj]:
+    """Yield the conditions whose field has this value; none if the value is empty."""
     for condition in conditions or ():
         if value and condition.get(field_name) == value:
             yield condition

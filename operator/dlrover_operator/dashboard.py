@@ -22,13 +22,11 @@ from starlette.types import ASGIApp
 from dlrover_operator import cluster_page
 from dlrover_operator.cluster_page import Filter, TablePage
 from dlrover_operator.loop import Operator
-from dlrover_operator.observed import Obj
+from dlrover_operator.observed import Obj, uid_of
 from dlrover_operator.viewers import SESSION_S, TooManySessionsError, Viewers, ViewerSession
 from dlrover_py.dashboard import pages
-from dlrover_py.dashboard.server import HEADERS, SECTION_BYTES_PER_S, Guard, form_of
+from dlrover_py.dashboard.server import HEADERS, Guard, form_of
 from dlrover_py.kubernetes.client import KubeClient
-from dlrover_py.kubernetes.errors import NotFoundError
-from dlrover_py.kubernetes.kinds import ELASTICJOBS
 from dlrover_py.protocol.errors import DLRoverError
 from dlrover_py.protocol.local import History
 
@@ -43,6 +41,10 @@ TABLES: dict[str, Callable[[list[Obj], Filter, float], TablePage]] = {
     "hosts": cluster_page.host_table,
 }
 """The tables, by the last part of their address."""
+TABLE_S, TABLES_KEPT = 5.0, 100
+"""Seconds for which a table is kept, and how many are."""
+STREAMS = 8
+"""Most streams of a session at a time."""
 POLL_S = 10.0
 """Seconds between two looks at a table that is open in a browser."""
 OPEN = HEADERS | {"Referrer-Policy": "same-origin"}
@@ -79,16 +81,32 @@ def app(
     def is_open(path: str) -> bool:
         return path == "/enter" or path.startswith("/static/")
 
-    async def jobs_for(viewer: ViewerSession) -> list[Obj]:
-        """Return the jobs that a viewer may list, and no others."""
+    tables: dict[tuple[str, str, Filter], tuple[float, TablePage]] = {}
+
+    async def jobs_for(viewer: ViewerSession) -> tuple[str, list[Obj]]:
+        """Return the jobs that a viewer may list, after a text that changes with them."""
         jobs = operator.jobs
         spaces = await viewers.visible(viewer, {space for space, _ in jobs})
-        return [job for (space, _), job in jobs.items() if space in spaces]
+        found = [job for (space, _), job in jobs.items() if space in spaces]
+        seen = sorted((uid_of(job), job["metadata"].get("resourceVersion", "")) for job in found)
+        return hashlib.sha256(repr(seen).encode()).hexdigest(), found
 
     async def table(viewer: ViewerSession, what: str, asked: Filter, template: str) -> str:
-        """Return a template with a table of what the viewer may see."""
-        rows = TABLES[what](await jobs_for(viewer), asked, api.wall())
-        return pages.render(f"cluster/{template}.html", table=rows, viewer=viewer.viewer, root="")
+        """Return a template with a table of what the viewer may see.
+
+        Viewers that may see the same jobs share a table for a moment: with thousands of nodes it
+        takes a tenth of a second, in which the operator does nothing else.
+        """
+        version, jobs = await jobs_for(viewer)
+        kept = tables.get((what, version, asked))
+        if kept is None or clock() >= kept[0]:
+            if len(tables) >= TABLES_KEPT:
+                tables.clear()
+            kept = clock() + TABLE_S, TABLES[what](jobs, asked, api.wall())
+            tables[what, version, asked] = kept
+        return pages.render(
+            f"cluster/{template}.html", table=kept[1], viewer=viewer.viewer, root=""
+        )
 
     async def shown(request: Request, what: str, asked: Filter, template: str) -> Response:
         """Answer with a table, or ask for a token if the session has just ended."""
@@ -167,23 +185,30 @@ def app(
         return await shown(request, what, asked, f"{what}_table")
 
     @found.get("/changes/{what}")
-    async def changes(request: Request, what: str, asked: Asked) -> Response:
-        """Stream an event each time a table has changed, until the session ends."""
+    async def changes(request: Request, what: str) -> Response:
+        """Stream an event each time the jobs of a table have changed, until the session ends."""
         if what not in TABLES:
             return HTMLResponse("", 404)
 
-        async def events() -> AsyncIterator[str]:
-            told = ""
-            while (viewer := session(request)) is not None:
-                text = ""
-                with contextlib.suppress(DLRoverError):  # the next look may succeed
-                    text = await table(viewer, what, asked, f"{what}_table")
-                digest = hashlib.sha256(text.encode()).hexdigest()
-                yield ": still here\n\n" if digest == told else "event: table\ndata:\n\n"
-                told = digest
-                await asyncio.sleep(max(poll_s, len(text) / SECTION_BYTES_PER_S))
+        viewer = session(request)
+        if viewer is None or viewer.streams >= STREAMS:
+            return HTMLResponse("", 401 if viewer is None else 429)
 
-        return StreamingResponse(events(), media_type="text/event-stream")
+        async def events(viewer: ViewerSession) -> AsyncIterator[str]:
+            told: str | None = None
+            viewer.streams += 1
+            try:
+                while session(request) is viewer:
+                    new = ""
+                    with contextlib.suppress(DLRoverError):  # the next look may succeed
+                        new, _ = await jobs_for(viewer)
+                    yield ": still here\n\n" if new == told else "event: table\ndata:\n\n"
+                    told = new
+                    await asyncio.sleep(poll_s)
+            finally:
+                viewer.streams -= 1
+
+        return StreamingResponse(events(viewer), media_type="text/event-stream")
 
     @found.get("/jobs/{namespace}/{name}/")
     async def one_job(request: Request, namespace: str, name: str) -> Response:
@@ -191,12 +216,8 @@ def app(
         viewer = session(request)
         if viewer is None:
             return HTMLResponse(pages.render("cluster/enter.html", root="../../../"), 401)
-        may = await viewers.may_read(viewer, namespace, name)
-        if not may or (namespace, name) not in operator.jobs:
-            return HTMLResponse(pages.render("error.html", message=NO_JOB), 404)
-        try:
-            job = await api.get(ELASTICJOBS, name, namespace)
-        except NotFoundError:
+        job = await viewers.job(viewer, namespace, name)
+        if job is None or (namespace, name) not in operator.jobs:
             return HTMLResponse(pages.render("error.html", message=NO_JOB), 404)
         page = pages.JobPage(cluster_page.job_view(job), History(), api.wall(), linked=False)
         parts = [Markup(pages.section(part, page)) for part in pages.SECTIONS]

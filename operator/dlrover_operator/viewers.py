@@ -1,4 +1,4 @@
-"""Who looks at the operator's pages, and whose jobs each viewer may see.
+"""The sessions of viewers of the operator's pages, and the jobs that each viewer may see.
 
 The API server answers both questions. A viewer is whom a token belongs to (TokenReview). What the
 viewer may see is what the viewer's own rights say (SubjectAccessReview), not those of the operator.
@@ -6,11 +6,13 @@ viewer may see is what the viewer's own rights say (SubjectAccessReview), not th
 
 import asyncio
 import hashlib
+import re
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from dlrover_py.kubernetes.client import KubeClient
+from dlrover_py.kubernetes.errors import NotFoundError
 from dlrover_py.kubernetes.kinds import ACCESS_REVIEWS, ELASTICJOBS, TOKEN_REVIEWS, Obj
 
 AUDIENCE = "dlrover-dashboard"
@@ -20,12 +22,14 @@ SESSION_S = 3600.0
 ALLOWED_S, REFUSED_S = 5.0, 30.0
 """Seconds for which an answer counts that allows, or refuses. Most viewers may see few of many
 namespaces, so refusals are asked about less often."""
-ANSWERS = 10_000
-"""Most answers that a session keeps."""
+ANSWERS = 1000
+"""Most answers that a session keeps. A name has 253 characters at most."""
 SESSIONS_OF_VIEWER = 10
 """Most sessions of one viewer; the oldest ends."""
 SESSIONS = 1000
 """Most sessions of all viewers; further ones are refused."""
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+"""A name that an object of Kubernetes may have (DNS subdomain)."""
 REVIEWS = 8
 """Most questions to the API server at a time, so that the operator's own calls have room."""
 
@@ -47,6 +51,8 @@ class ViewerSession:
     answers: dict[tuple[str, str], tuple[bool, float]] = field(default_factory=dict)
     """Whether the jobs of a namespace may be listed, or a job of this name be read, and until when
     this answer counts. By namespace and name; an empty name stands for a list."""
+    streams: int = 0
+    """Number of its streams that are open."""
 
 
 class Viewers:
@@ -66,6 +72,8 @@ class Viewers:
 
     async def enter(self, token: str) -> tuple[str, ViewerSession] | None:
         """Begin a session; return its secret and the session, or None for a token of no user.
+
+        The oldest of a user's ten sessions ends.
 
         Args:
             token: a bearer token, for :data:`AUDIENCE` or for the API server.
@@ -112,8 +120,8 @@ class Viewers:
         answers = await asyncio.gather(*(self._may(session, "list", space) for space in asked))
         return {space for space, may in zip(asked, answers, strict=True) if may}
 
-    async def may_read(self, session: ViewerSession, namespace: str, name: str) -> bool:
-        """Return whether the viewer may read an ElasticJob, whether or not there is one.
+    async def job(self, session: ViewerSession, namespace: str, name: str) -> Obj | None:
+        """Return an ElasticJob; None if there is none, or if the viewer may not read it.
 
         Args:
             session: the viewer's session.
@@ -121,9 +129,17 @@ class Viewers:
             name: name of the job.
 
         Raises:
-            KubeError: the API server refuses the question, or does not answer.
+            KubeError: the API server refuses a call, or does not answer.
         """
-        return await self._may(session, "get", namespace, name)
+        if not (_NAME.fullmatch(namespace) and _NAME.fullmatch(name)):
+            return None
+        if not await self._may(session, "get", namespace, name):
+            return None
+        async with self._turns:
+            try:
+                return await self._api.get(ELASTICJOBS, name, namespace)
+            except NotFoundError:
+                return None
 
     async def _may(self, session: ViewerSession, verb: str, namespace: str, name: str = "") -> bool:
         """Return whether a viewer may list the jobs of a namespace, or read one.

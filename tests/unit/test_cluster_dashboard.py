@@ -410,6 +410,28 @@ async def test_a_table_that_is_open_is_announced_when_it_changes_until_the_sessi
         assert (await again.call("GET", path)).status == 404
 
 
+async def test_a_session_has_few_streams(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dashboard, "STREAMS", 1)
+    browser, statuses = await bed.viewer(ANN), list[int]()
+    opened = asyncio.Event()
+    first = asyncio.create_task(
+        browser.exchange("GET", "/changes/jobs", lambda message: opened.set())
+    )
+    await asyncio.wait_for(opened.wait(), 60)
+    statuses.append((await browser.call("GET", "/changes/jobs")).status)
+    bed.clock[0] += viewers.SESSION_S
+    await asyncio.wait_for(first, 60)
+    assert statuses == [429]
+
+
+@pytest.mark.parametrize("name", ["x" * 254, "A", "%00", "a/../b", "-"])
+async def test_a_name_that_no_job_can_have_is_not_asked_about(bed: Bed, name: str) -> None:
+    browser = await bed.viewer(NONE)
+    before = len(bed.cluster.calls)
+    assert (await browser.call("GET", f"/jobs/a/{name}/")).status == 404
+    assert len(bed.cluster.calls) == before
+
+
 async def test_a_stream_outlives_an_api_server_that_does_not_answer(bed: Bed) -> None:
     browser, said = await bed.viewer(ANN), list[str]()
     bed.cluster.fail(500, path=ACCESS_REVIEWS.plural, times=3)

@@ -78,6 +78,43 @@ def test_a_worker_that_ran_out_of_memory_has_its_node_replaced() -> None:
     assert bench.job.state.phase is JobPhase.RUNNING
 
 
+@pytest.mark.parametrize("restarts", [0, 3])
+def test_a_reason_that_comes_late_takes_back_what_was_charged(restarts: int) -> None:
+    bench = running(job(restartCount=restarts))
+    lose(bench, "n1", late=True)
+    assert sorted(limits(bench).values()) == [0, 0, 3]
+    assert bench.job.state.abandoned_slots == 0
+    assert {n.relaunches for n in bench.job.live.nodes if n.alive} == {0}
+
+
+def test_all_nodes_that_ran_out_of_memory_in_one_step_are_replaced() -> None:
+    bench = running(job(restartCount=0))
+    for node in ("n0", "n1", "n2"):
+        bench.agent(node).fail(KILLED)
+    bench.settle()
+    assert set(limits(bench).values()) == {3}
+    assert len(limits(bench)) == 3
+    assert bench.job.state.phase is JobPhase.RUNNING
+    assert bench.reasons().count("MemoryRaised") == 1
+
+
+def test_a_node_of_an_older_template_is_replaced_and_raises_nothing() -> None:
+    bench = running(job(restartCount=0, growth={"limit": "16Gi"}))
+    bench.change(job("6Gi", {"limit": "16Gi"}, restartCount=0))
+    lose(bench, "n1")
+    assert limits(bench) == {"n0": 0, "n2": 0, "n3": 0}
+    assert "MemoryRaised" not in bench.reasons()
+
+
+def test_an_init_container_that_ran_out_of_memory_raises_nothing() -> None:
+    bench = running(job())
+    bench.agent("n1").ended = True
+    bench.pods.pop(NodeId("n1"), None)
+    bench.step(NodeEnded(NodeId("n1"), "container fetch was killed", out_of_memory=LACK))
+    bench.settle()
+    assert "MemoryRaised" not in bench.reasons()
+
+
 def test_a_replacement_that_was_requested_before_the_reason_was_known_is_requested_again() -> None:
     bench = running(job())
     lose(bench, "n1", late=True)
@@ -107,14 +144,30 @@ def test_a_template_with_a_higher_limit_counts_from_then_on() -> None:
     assert set(limits(bench).values()) == {0, 4}
     bench.change(job("6Gi", {"limit": "16Gi", "factor": 2}))
     lose(bench, "n0")
-    assert limits(bench)["n4"] == 12, "the limit of the template is raised again"
+    assert limits(bench)["n4"] == 0, "it was of the old template"
+    lose(bench, "n4")
+    assert limits(bench)["n5"] == 12, "the limit of the template is raised again"
+
+
+def test_a_template_may_get_the_highest_limit_and_a_raise_ends_with_the_growth() -> None:
+    bench = running(job())
+    lose(bench, "n1")
+    bench.change(job("4Gi"))
+    lose(bench, "n0")
+    assert limits(bench)["n4"] == 0, "the limit of the template cannot be raised further"
+    bench.change(job("2Gi"))
+    without = document()
+    del without["spec"]["replicaSpecs"]["worker"]["memoryGrowth"]
+    bench.change(ElasticJob.parse(without))
+    lose(bench, "n2")
+    assert limits(bench)["n5"] == 0
 
 
 @pytest.mark.parametrize(
     ("limit", "growth", "words"),
     [
-        ("4Gi", {"limit": "4Gi"}, "memoryGrowth.limit is 4Gi and the memory limit of its main "
-         "container is 4294967296 bytes: expected a memory limit in the template, and more here"),
+        ("4Gi", {"limit": "2Gi"}, "memoryGrowth.limit is 2Gi and the memory limit of its main "
+         "container is 4294967296 bytes: expected a limit of the container in the template"),
         ("4Gi", {"limit": "many"}, "memoryGrowth.limit"),
         ("4Gi", {"limit": "8Gi", "factor": 1}, "memoryGrowth.factor"),
         ("4Gi", {}, "memoryGrowth.limit"),
@@ -127,9 +180,13 @@ def test_a_growth_that_is_none_is_refused(limit: str, growth: dict[str, Any], wo
         ElasticJob.parse(found)
 
 
-def test_a_growth_without_a_limit_in_the_template_is_refused() -> None:
-    with pytest.raises(ConfigError, match="its main container has no memory limit"):
-        ElasticJob.parse(job_file(3, memoryGrowth={"limit": "4Gi"}))
+def test_a_growth_without_a_limit_of_the_container_is_refused() -> None:
+    of_pod = document()
+    template = of_pod["spec"]["replicaSpecs"]["worker"]["template"]
+    template["spec"]["resources"] = {"limits": {"memory": "3Gi"}}
+    for found in (job_file(3, memoryGrowth={"limit": "4Gi"}), of_pod, document("1e400")):
+        with pytest.raises(ConfigError, match="is none, or of the whole Pod"):
+            ElasticJob.parse(found)
 
 
 @given(st.integers(1, 2**45), st.integers(1, 2**20), st.floats(1.05, 16), st.integers(0, 2**45))
@@ -151,8 +208,16 @@ def test_a_limit_never_shrinks_and_stays_within_the_highest(
 
 
 @pytest.mark.parametrize(
-    "container", [{}, {"resources": None}, {"resources": {"limits": {"memory": "much"}}},
-                  {"resources": {"limits": ["memory"]}}]
-)  # fmt: skip
+    "container",
+    [
+        {},
+        {"resources": None},
+        {"resources": {"limits": ["memory"]}},
+        *(
+            {"resources": {"limits": {"memory": m}}}
+            for m in ("much", "-1", "1e5000", "1e999999999", "8E")
+        ),
+    ],
+)
 def test_a_container_of_another_form_has_no_limit(container: dict[str, Any]) -> None:
     assert memory_limit(container) == 0

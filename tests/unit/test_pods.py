@@ -111,6 +111,7 @@ def test_a_higher_memory_limit_is_that_of_the_main_container_and_of_no_other() -
     two = [{"name": "side", "resources": limits}, {"name": "main", "resources": limits}]
     for memory, expected in (
         (0, limits),
+        (1 << 30, limits),  # the template has more meanwhile
         (3 << 30, {"limits": {"memory": str(3 << 30)}, "requests": {"memory": str(3 << 29)}}),
     ):
         given = job(template(containers=two))

@@ -24,7 +24,7 @@ def reclaim(bench: Bench, node: str) -> None:
     bench.step(NodeSeen(NodeId(node), True, leaving="its host is taken away", grace_s=30.0))
     bench.pods.pop(NodeId(node), None)
     bench.agent(node).ended = True
-    bench.step(NodeEnded(NodeId(node), "was taken away", by_platform=True))
+    bench.step(NodeEnded(NodeId(node), "was taken away", free=True))
     bench.settle()
 
 
@@ -75,6 +75,58 @@ def test_spot_hosts_that_are_taken_away_too_often_get_no_new_node_for_a_while() 
     bench.pass_time(WITHIN_S + 60, exchange_s=3.0)
     bench.settle()
     assert len([n for n in bench.job.live.nodes if n.alive]) == 4
+
+
+def test_a_pod_that_its_kubelet_has_refused_or_evicted_is_no_reclaim() -> None:
+    bench = running(elastic_job(4, 2, **POLICY))
+    for _ in range(RECLAIMS):
+        lost = NodeId(on_spot(bench))
+        bench.pods.pop(lost, None)
+        bench.agent(lost).ended = True
+        bench.step(NodeEnded(lost, "Evicted: its disk was full", free=True, by_platform=True))
+        bench.settle()
+    assert "SpotHeld" not in bench.reasons()
+    assert len([n for n in bench.job.live.nodes if n.alive]) == 4
+
+
+def test_a_host_that_is_shut_down_counts_though_its_agent_said_so_first() -> None:
+    bench = running(elastic_job(4, 2, **POLICY))
+    for _ in range(RECLAIMS):
+        lost = NodeId(on_spot(bench))
+        agent = bench.agent(lost)
+        bench.say(agent, agent.report().model_copy(update={"leaving": "SIGTERM"}))
+        bench.pods.pop(lost, None)
+        agent.ended = True
+        bench.step(NodeEnded(lost, "NodeShutdown", free=True, by_platform=True))
+        bench.settle()
+    assert bench.reasons().count("SpotHeld") == 1
+
+
+def test_a_large_job_may_lose_more_nodes() -> None:
+    bench = running(elastic_job(100, 2, **POLICY))
+    for _ in range(4):
+        reclaim(bench, on_spot(bench))
+    assert "SpotHeld" not in bench.reasons(), "less than 5 % of the nodes"
+    reclaim(bench, on_spot(bench))
+    assert "SpotHeld" in bench.reasons()
+
+
+def test_a_clock_that_went_back_and_a_resume_end_the_rest() -> None:
+    for back in (True, False):
+        bench = running(elastic_job(4, 2, **POLICY))
+        for _ in range(RECLAIMS):
+            reclaim(bench, on_spot(bench))
+        if back:
+            bench.job.state.new_nodes.reclaims = [
+                t + 1e7 for t in bench.job.state.new_nodes.reclaims
+            ]
+            bench.step()
+        else:
+            bench.change(bench.spec.suspended(True))
+            bench.settle()
+            bench.change(bench.spec.suspended(False))
+        bench.settle()
+        assert len([n for n in bench.job.live.nodes if n.alive]) == 4
 
 
 def test_a_stable_node_is_replaced_also_while_spot_hosts_get_none() -> None:

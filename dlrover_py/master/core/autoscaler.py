@@ -7,6 +7,7 @@ from dlrover_py.master.core.history import CoreContext
 from dlrover_py.master.core.nodes import Readiness
 from dlrover_py.master.core.scaling import Decision, View, Wish, decide, spare_wait_s
 from dlrover_py.master.core.speed import SpeedMeter, SpeedModel
+from dlrover_py.master.core.spot import SpotHosts
 from dlrover_py.master.core.state import NON_DISRUPTIVE, PendingRound
 from dlrover_py.protocol.job import ReplicaSpec
 from dlrover_py.protocol.names import Round
@@ -32,6 +33,7 @@ class Autoscaler:
         self._meter = SpeedMeter(self.live.rules.measure_s)
         self._round = (-1, False)
         """Number of the round that is measured, and whether a round runs."""
+        self._spot = SpotHosts(context)
         self._wish = Wish()
         self._decided: tuple[object, ...] = ()
         """What the last decision was made from."""
@@ -96,7 +98,8 @@ class Autoscaler:
         size, nodes = len(world.members), self.live.nodes
         ready = nodes.count(Readiness.READY)
         spares = nodes.count(Readiness.NEAR) + nodes.count(Readiness.PENDING)
-        spares += len(self.state.replacement_slots)
+        if self._spot.held_until() <= self.live.now:
+            spares += len(self.state.replacement_slots)
         if self.live.room == 0:  # only nodes that have a place already can come
             spares = nodes.count(Readiness.NEAR)
         if ready >= size or not spares:

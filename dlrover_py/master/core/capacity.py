@@ -218,13 +218,46 @@ class Capacity:
         limit. The result is empty, and nothing happens, if the failure counts like any other
         (:meth:`NodeMemory.grow`).
         """
+        before = self._memory.of_new_nodes
         why = self._memory.grow(node)
-        for other in list(self.live.nodes) if why else ():
+        if self._memory.of_new_nodes == before:
+            return why
+        for other in list(self.live.nodes):
             waits = not other.incarnation and other.readiness is not Readiness.OUT
-            if waits and other is not node and other.record.memory < self._memory.of_new_nodes:
+            if waits and other is not node and self._memory.lacks(other):
                 self.state.replacement_slots.append(ReplacementSlot(relaunches=other.relaunches))
                 self.dismiss(other, why, ExitCode.OK)
         return why
+
+    def lacks_memory(self, node: Node) -> str:
+        """Return why a node that ran out of memory is replaced without a charge; else empty."""
+        return self._memory.lacks(node)
+
+    def forgive(self, node: Node) -> None:
+        """Take back what :meth:`replace` has charged for the loss of a node.
+
+        The place with that charge, or the node that was requested for it and has not joined yet, is
+        charged once less. A place that was abandoned is filled again.
+        """
+        charged = node.relaunches + 1
+        if charged > self.live.spec.worker.restart_count:
+            if self.state.abandoned_slots:
+                self.state.abandoned_slots -= 1
+                self.state.replacement_slots.append(ReplacementSlot(relaunches=node.relaunches))
+            return
+        for slot in self.state.replacement_slots:
+            if slot.relaunches == charged:
+                slot.relaunches, slot.not_before = node.relaunches, -math.inf
+                self.state.changed()
+                return
+        for other in self.live.nodes:
+            if (
+                other.relaunches == charged
+                and not other.incarnation
+                and other.readiness is not Readiness.OUT
+            ):
+                self.live.nodes.count_failures(other, relaunches=-1)
+                return
 
     def new_slot(self, relaunches: int, failed_before_report: int = 0) -> ReplacementSlot:
         """Return a replacement slot with the delay that follows from its numbers.

@@ -47,8 +47,9 @@ class Departures:
         self._assignments = assignments
         self._checkpointing = checkpointing
         self._tuning = tuning
-        self._lost: dict[NodeId, tuple[float, int]] = {}
-        """When each recently lost node was lost, and the id of the event about it."""
+        self._lost: dict[NodeId, tuple[float, int, bool]] = {}
+        """When each recently lost node was lost, the id of the event about it, and whether its loss
+        was charged."""
 
     def node_seen(self, seen: NodeSeen) -> None:
         """Take in the state of a node that exists on the platform.
@@ -76,12 +77,13 @@ class Departures:
             now=self.live.now,
         )
         node.grace_s = seen.grace_s
+        if seen.leaving and (not node.leaving or node.announced_by_agent):
+            self._capacity.spot.note_reclaim(node)
         if seen.leaving:
             node.announced_by_agent = False
         if seen.template_hash:
             self.live.nodes.set_template(node, seen.template_hash)
         if seen.leaving and not node.leaving:
-            self._capacity.spot.note_reclaim(node)
             self.node_leaving(node, seen.leaving)
         elif node.stuck and seen.template_hash not in ("", self.live.template_hash):
             # It became known after the change that it cannot start.
@@ -155,10 +157,11 @@ class Departures:
         node = self.live.nodes.get(ended.node)
         smaller = ""
         if node is not None and ended.out_of_memory:
-            smaller = self._ran_out_of_memory(node, ended.out_of_memory)
+            main = ended.exit_code is not None  # and not an init container
+            smaller = self._ran_out_of_memory(node, ended.out_of_memory, main=main)
         if node is None or node.phase is NodePhase.GONE:
             return
-        if ended.by_platform and not node.leaving:
+        if node.announced_by_agent and ended.free and ended.by_platform:  # its host is shut down
             self._capacity.spot.note_reclaim(node)
         never_reported = node.incarnation == 0
         node.failed_before_report += never_reported
@@ -244,7 +247,7 @@ class Departures:
         event = self.log.record(
             EventReason.NODE_LOST, self.live.last_loss, node=node.id, warning=not free
         )
-        self._lost[node.id] = self.live.now, event
+        self._lost[node.id] = self.live.now, event, not free
         while len(self._lost) > GONE_KEPT:
             del self._lost[next(iter(self._lost))]
         if self.live.rules.can_create:
@@ -357,19 +360,26 @@ class Departures:
                 self.state.least_incarnation, self.state.last_incarnations.pop(oldest)
             )
 
-    def _ran_out_of_memory(self, node: Node, description: str) -> str:
+    def _ran_out_of_memory(self, node: Node, description: str, *, main: bool) -> str:
         """Note that a node ran out of memory, as its platform reports.
 
         The status of the job shows the kill until training is steady again. Often the node was
         given up before, when its connection closed. An event then reports the kill once. The report
         is ignored if the node was lost more than ``LATE_REASON_S`` ago, or its loss is not known.
+        What was charged then is taken back if new nodes have more memory.
+
+        Args:
+            node: The node.
+            description: What ran out, in words.
+            main: Whether the main container ran out of memory, and not an init container.
 
         Returns:
             Why the loss of the node costs nothing, in words; empty if it costs what it would cost
             anyway, or was charged already.
         """
+        charged = False
         if node.phase is NodePhase.GONE:
-            at, cause = self._lost.pop(node.id, (-math.inf, 0))
+            at, cause, charged = self._lost.pop(node.id, (-math.inf, 0, False))
             if self.live.now - at > LATE_REASON_S:
                 return ""
             message = f"node {node.id} ran {description}"
@@ -377,7 +387,12 @@ class Departures:
                 EventReason.OUT_OF_MEMORY, message, node=node.id, cause=cause, warning=True
             )
         self.state.out_of_memory = f"{node.id}: {description}"
-        return self._tuning.back_off(node.id) or self._capacity.raise_memory(node)
+        if smaller := self._tuning.back_off(node.id):
+            return smaller
+        why = self._capacity.raise_memory(node) if main else ""
+        if why and charged:
+            self._capacity.forgive(node)
+        return why
 
 
 def _class_of(ended: NodeEnded) -> FailureClass:

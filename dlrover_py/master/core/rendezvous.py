@@ -194,7 +194,8 @@ def arrange(
 
     Returns:
         Members in the order of node ranks. If only some members of the round before can stay,
-        spot hosts are given up first, and among these whole domains (:func:`topology.kept`). If
+        those that may be on spot hosts are given up first, and among these whole domains
+        (:func:`topology.kept`). If
         only some new nodes are needed, those in domains of the round stay first. The places of lost
         members go to the new nodes that share most levels of the topology with them. Further new
         nodes follow at the end, sorted by topology. Then the nodes of each domain are put side by
@@ -243,7 +244,9 @@ def arrange(
 
 
 def _staying(members: Sequence[CandidateNode], size: int) -> list[NodeId]:
-    """Choose ``size`` members: those on stable hosts first, then whole domains are given up first.
+    """Choose ``size`` members. Nodes that are kept off spot hosts stay before others.
+
+    Among those of one kind, whole topology domains are given up first.
 
     Args:
         members: More than ``size`` nodes, in the order of ranks.

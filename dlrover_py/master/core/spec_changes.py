@@ -122,6 +122,8 @@ class SpecChanges:
             ranks = self.state.world.rank_of if self.state.world is not None else {}
             due.sort(key=lambda node: ranks.get(node.id, math.inf), reverse=True)  # standbys first
             del due[self.live.spec.worker.node_unit :]
+        if due:
+            self._capacity.spot.forget()
         for node in due:
             self._departures.node_leaving(node, "a restart of all nodes was requested")
             grace = self.live.grace_s if node.incarnation else 0.0
@@ -143,6 +145,7 @@ class SpecChanges:
             return
         self.state.phase, self.state.reason = JobPhase.PENDING, "waiting for nodes"
         self.state.abandoned_slots = 0  # all places are filled again
+        self._capacity.spot.forget()
         event = self.log.record(
             EventReason.RESUMED, f"the job was resumed with {desired_nodes(self.live.spec)}"
         )

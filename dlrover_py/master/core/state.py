@@ -138,12 +138,13 @@ class ReplacementSlot(_JournalModel):
 
 
 class NewNodesRecord(_JournalModel):
-    """What earlier nodes mean for new ones."""
+    """The raised memory limit of new nodes, and the last reclaims of nodes on spot hosts."""
 
     memory: Count = 0
     """Memory limit in bytes to which that of new nodes was raised; 0 if it was not."""
     reclaims: list[float] = Field(default_factory=list)
-    """Unix times at which the last nodes on spot hosts were taken away, the oldest first."""
+    """Unix times at which the last nodes that may be on spot hosts were taken away, the oldest
+    first."""
 
 
 class WarmStartRecord(_JournalModel):
@@ -232,7 +233,7 @@ class DurableState:
     out_of_memory: str = ""
     """The last failure or loss because of exhausted memory, until training is steady again."""
     new_nodes: NewNodesRecord = Field(default_factory=NewNodesRecord)
-    """What earlier nodes mean for new ones."""
+    """The raised memory limit of new nodes, and the last reclaims of nodes on spot hosts."""
     max_step: Count | None = None
     """The highest training step that was reported."""
     resumed: bool = False

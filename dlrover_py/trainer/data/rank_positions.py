@@ -84,7 +84,8 @@ class RankPositions:
         """Go to this rank's position in a state.
 
         Raises:
-            ConfigError: the state has another form, or was saved by another number of ranks.
+            ConfigError: the state has another form, or was saved by another number of ranks and the
+                loader cannot continue with this one.
         """
         try:
             kind, any_world = state["kind"], state["any_world"]

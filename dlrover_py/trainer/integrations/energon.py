@@ -103,6 +103,9 @@ class _Position:
     def choose(self, positions: Sequence[Any]) -> dict[str, Any]:
         """Return the position of this rank, made of those of all ranks of the checkpoint.
 
+        With the same numbers of ranks and processes it is its own. Otherwise the states of all
+        worker processes, in the order of ranks, are dealt out evenly.
+
         Raises:
             ConfigError: the checkpoint has no such positions, or Energon cannot do this world size.
         """

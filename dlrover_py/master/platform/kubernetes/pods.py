@@ -91,7 +91,7 @@ def pod(
         avoid: Hosts that the Pod must not be placed on.
         place: The kind of hosts that it must be placed on; None for all.
         memory: Memory limit of the main container in bytes; 0 for that of the template. It has no
-            effect if the template has no limit.
+            effect if the template has no limit, or a higher one.
         stable: Whether the Pod must not be placed on a spot host.
 
     Raises:
@@ -133,7 +133,7 @@ def pod(
         spec.setdefault("automountServiceAccountToken", False)
     if job.worker.priority_class:
         spec.setdefault("priorityClassName", job.worker.priority_class)
-    if memory and job.worker.memory:
+    if memory > job.worker.memory > 0:
         spec["containers"][index] = with_memory_limit(spec["containers"][index], memory)
     _extend_main_container(spec, spec["containers"][index], job, node, pod_context)
     _exclude_hosts(spec, avoid, SPOT_LABELS if stable else {})
@@ -269,7 +269,7 @@ def _exclude_hosts(spec: Obj, avoid: Iterable[str], labels: Mapping[str, str]) -
 
 
 def _joined(term: Obj, key: str, more: list[Obj]) -> Obj:
-    """Return a list of a node selector term with more entries; nothing if there are none."""
+    """Return ``{key: entries}`` with a term's entries and more; empty if there are no more."""
     return {key: [*(term.get(key) or []), *more]} if more else {}
 
 
