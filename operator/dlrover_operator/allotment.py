@@ -10,7 +10,6 @@ Users write Pods, specs and perhaps statuses of their own namespace. So a Pod co
 host has room, and what a job is about to create counts only as far as its spec allows.
 """
 
-import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -28,8 +27,6 @@ from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.quantities import quantity
 from dlrover_py.protocol.status import MeasuredSpeed, unix_seconds
-
-log = logging.getLogger("operator")
 
 SUSPENDED = "held back: the job was suspended"
 """Reason of a job with ``suspend: true``, which must not take its old nodes when it resumes."""
@@ -146,12 +143,7 @@ def decide(
     for obj in jobs:
         key, uid = (obj["metadata"]["namespace"], obj["metadata"]["name"]), uid_of(obj)
         granted = ElasticJob.allocation_in(obj)
-        try:
-            demand = _demand(obj, held[uid], hosted[uid])
-        except Exception:
-            # Whoever may write one job must not stop the decisions for all others.
-            log.exception("job_not_understood", extra={"job": "/".join(key)})
-            demand = max(0, held[uid] - hosted[uid])
+        demand = _demand(obj, held[uid], hosted[uid])
         if isinstance(demand, int):
             coming += demand
             if granted is not None and granted.nodes and _suspended(obj):

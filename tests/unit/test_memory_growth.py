@@ -221,3 +221,15 @@ def test_a_limit_never_shrinks_and_stays_within_the_highest(
 )
 def test_a_container_of_another_form_has_no_limit(container: dict[str, Any]) -> None:
     assert memory_limit(container) == 0
+
+
+@pytest.mark.parametrize(
+    "memory", ["1e5000", "1e999999999", "-1", "x" * 9999, "", 1e300, [], {}, None]
+)
+def test_no_memory_in_a_template_raises_more_than_a_refusal(memory: Any) -> None:
+    """Whoever may write one job must not stop the operator."""
+    found = document()
+    (main,) = found["spec"]["replicaSpecs"]["worker"]["template"]["spec"]["containers"]
+    main["resources"]["limits"]["memory"] = memory
+    with pytest.raises(ConfigError):
+        ElasticJob.read(found)
