@@ -410,18 +410,17 @@ async def test_a_table_that_is_open_is_announced_when_it_changes_until_the_sessi
         assert (await again.call("GET", path)).status == 404
 
 
-async def test_a_session_has_few_streams(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dashboard, "STREAMS", 1)
-    browser, statuses = await bed.viewer(ANN), list[int]()
-    opened = asyncio.Event()
-    first = asyncio.create_task(
-        browser.exchange("GET", "/changes/jobs", lambda message: opened.set())
-    )
-    await asyncio.wait_for(opened.wait(), 60)
-    statuses.append((await browser.call("GET", "/changes/jobs")).status)
+async def test_a_session_has_few_streams(bed: Bed) -> None:
+    browser = await bed.viewer(ANN)
+    opened = [asyncio.Event() for _ in range(dashboard.STREAMS)]
+    streams = [
+        asyncio.create_task(browser.exchange("GET", "/changes/jobs", lambda _, one=one: one.set()))
+        for one in opened
+    ]
+    await asyncio.wait_for(asyncio.gather(*(one.wait() for one in opened)), 60)
+    assert (await browser.call("GET", "/changes/jobs")).status == 429
     bed.clock[0] += viewers.SESSION_S
-    await asyncio.wait_for(first, 60)
-    assert statuses == [429]
+    await asyncio.wait_for(asyncio.gather(*streams), 60)
 
 
 @pytest.mark.parametrize("name", ["x" * 254, "A", "%00", "a/../b", "-"])
