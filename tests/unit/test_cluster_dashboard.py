@@ -413,10 +413,11 @@ async def test_a_table_that_is_open_is_announced_when_it_changes_until_the_sessi
 async def test_a_session_has_few_streams(bed: Bed) -> None:
     browser = await bed.viewer(ANN)
     opened = [asyncio.Event() for _ in range(dashboard.STREAMS)]
-    streams = [
-        asyncio.create_task(browser.exchange("GET", "/changes/jobs", lambda _, one=one: one.set()))
-        for one in opened
-    ]
+
+    async def stream(opens: asyncio.Event) -> None:
+        await browser.exchange("GET", "/changes/jobs", lambda _: opens.set())
+
+    streams = [asyncio.create_task(stream(one)) for one in opened]
     await asyncio.wait_for(asyncio.gather(*(one.wait() for one in opened)), 60)
     assert (await browser.call("GET", "/changes/jobs")).status == 429
     bed.clock[0] += viewers.SESSION_S
