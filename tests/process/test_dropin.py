@@ -552,7 +552,9 @@ def test_signal_ends_who_waits_for_the_endpoints_name(group: Group, number: int)
     def masked() -> bool:
         status = Path(f"/proc/{pid}/status").read_text()
         mask = int(next(x for x in status.splitlines() if x.startswith("SigBlk")).split()[1], 16)
-        return bool(mask & int(blocked, 16))
+        # While a process waits for blocked signals, the kernel shows them as not blocked.
+        waiting = "sigtimedwait" in Path(f"/proc/{pid}/wchan").read_text()
+        return waiting or bool(mask & int(blocked, 16))
 
     eventually(masked, "it handles signals")
     group.runs[waits].send_signal(number)
