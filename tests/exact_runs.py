@@ -14,6 +14,7 @@ It is slow beyond the step in FOLDER/gate, so that faults hit where the test mea
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -131,3 +132,71 @@ def run_with_faults(place: Place, program: Path, *, epochs: int) -> None:
         run.cli("node", "drain", members(lost)[1].id)
         permit(place.folder, OPEN)
         assert run.wait(within_s=250) == 0, "".join(run.output)
+
+
+def run_with_a_torn_checkpoint(place: Place, program: Path, *, epochs: int) -> None:
+    """Run a program as a job whose nodes are lost at once, with a torn checkpoint in its storage.
+
+    The world is resized 2→1→2 within the first epoch. In the second one, all nodes are lost. The
+    job must continue from the newest checkpoint that is whole. One node may do so first: the nodes
+    that replace the lost ones are ready at different times.
+
+    Args:
+        place: where the job runs; the program gets its folder.
+        program: the program under test.
+        epochs: how many epochs it trains, at least 2.
+    """
+    permit(place.folder, 0)
+    provide_task(place)
+    only_on_request = {"dir": str(place.folder / "store"), "persistEvery": "1h"}
+    with job(
+        place,
+        script=program,
+        args=(str(place.folder), str(epochs)),
+        hosts=4,  # two are lost
+        replicas=2,
+        minReplicas=1,
+        maxReplicas=2,
+        restartCount=10,
+        spec={"checkpoint": only_on_request},
+        settings=CALM,
+    ) as run:
+        last = run.running(2)
+        for step, world in ((4, 1), (8, 2)):
+            at_step(run, step)
+            run.cli("job", "scale", str(world))
+            last = run.running(world, round_after=last.round)
+        at_step(run, STEPS + 3)
+        whole, _ = stored(run)
+        run.until(
+            lambda s: s.last_checkpoint is not None and s.last_checkpoint.step > whole,
+            f"a checkpoint that is newer than that of step {whole}",
+        )
+        newer, folder = stored(run)
+        assert newer > whole
+        # Each world reads all of this file. What belongs to rank 1 alone, one node does not read.
+        torn = folder / "__0_0.distcp"
+        os.truncate(torn, torn.stat().st_size // 2)
+        for verb in ("freeze", "kill"):  # none may go on alone from its memory in between
+            for node in members(last):
+                run.hurt(node.id, verb)
+        run.running(2, round_after=last.round)
+        permit(place.folder, OPEN)
+        assert run.wait(within_s=250) == 0, "".join(run.output)
+    assert first_step(place.folder, round_after=last.round) == whole + 1
+
+
+def stored(run: Job) -> tuple[int, Path]:
+    """Have the newest checkpoint stored, and return its step and its folder."""
+    said = run.cli("job", "checkpoint", run.name)
+    found = re.fullmatch(r"job: the checkpoint of step (\d+) is in (\S+)\n", said)
+    assert found is not None, said
+    return int(found[1]), Path(found[2])
+
+
+def first_step(folder: Path, *, round_after: int) -> int:
+    """Return the first step that was trained in the rounds after a round."""
+    found = {int(path.stem.split("-")[0]): path for path in folder.glob("*-0.txt")}
+    steps = {number: path.read_text().split() for number, path in found.items()}
+    first = min(number for number, words in steps.items() if number > round_after and words)
+    return int(steps[first][0])

@@ -32,6 +32,15 @@ def test_kills_resizes_and_a_drain_within_an_epoch(place: Place, reference: Path
     assert (report.exact, report.steps, report.problems) == (True, 82, [])
 
 
+def test_a_torn_checkpoint_is_left_out_after_all_nodes_are_lost(
+    place: Place, reference: Path
+) -> None:
+    exact_runs.run_with_a_torn_checkpoint(place, SCRIPT, epochs=EPOCHS)
+    exact_runs.check(place.folder, reference, epochs=EPOCHS, tolerance=EXACT)
+    report = verify(place.folder)
+    assert (report.exact, report.steps, report.problems) == (True, 82, [])
+
+
 def test_another_world_continues_from_a_folder(place: Place, reference: Path) -> None:
     """The first job is asked to end. Nothing of it is left but its folder of checkpoints."""
     spec = {"checkpoint": {"dir": str(place.folder / "store")}}

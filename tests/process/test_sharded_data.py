@@ -31,6 +31,15 @@ def test_fully_sharded_models_survive_kills_resizes_and_a_drain(
     assert ours.read_text() == theirs.read_text()
 
 
+def test_fully_sharded_models_leave_out_a_torn_checkpoint_after_all_nodes_are_lost(
+    place: Place, tmp_path: Path
+) -> None:
+    program = PROGRAMS / "train_with_fsdp2.py"
+    exact_runs.run_alone(program, tmp_path, epochs=EPOCHS)
+    exact_runs.run_with_a_torn_checkpoint(place, program, epochs=EPOCHS)
+    exact_runs.check(place.folder, tmp_path, epochs=EPOCHS, tolerance=EXACT)
+
+
 def test_sharded_optimizers_survive_kills_resizes_and_a_drain(place: Place, tmp_path: Path) -> None:
     program = PROGRAMS / "train_with_zero_optimizer.py"
     exact_runs.run_alone(program, tmp_path, epochs=EPOCHS)
