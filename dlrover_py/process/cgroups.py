@@ -85,13 +85,8 @@ def free_bytes(root: Path = ROOT, own_groups: Path = OWN_GROUPS) -> int | None:
         own_groups: File that lists the control groups of this process.
     """
     free = None
-    for group, names in _groups(root, own_groups):
-        limit = _number(group / names.limit)
-        used = _number(group / names.used)
-        idle = _entry(group / "memory.stat", names.idle)
-        if limit is not None and used is not None and idle is not None:
-            left = limit - used + idle
-            free = left if free is None else min(free, left)
+    for _, limit, used in _limits(root, own_groups):
+        free = limit - used if free is None else min(free, limit - used)
     return free
 
 
@@ -110,12 +105,9 @@ def memory_use(
         machine: File with the memory of the machine.
     """
     shares = []
-    for group, names in _groups(root, own_groups):
-        limit = _number(group / names.limit)
-        used = _number(group / names.used)
-        idle = _entry(group / "memory.stat", names.idle)
-        if limit and limit < UNLIMITED and used is not None and idle is not None:
-            shares.append((used - idle) / limit)
+    for _, limit, used in _limits(root, own_groups):
+        if 0 < limit < UNLIMITED:
+            shares.append(used / limit)
     total, free = _entry(machine, "MemTotal:"), _entry(machine, "MemAvailable:")
     if total and free is not None:
         shares.append(1 - free / total)
@@ -164,13 +156,10 @@ def usage(root: Path = ROOT, own_groups: Path = OWN_GROUPS) -> Usage | None:
         own_groups: File that lists the control groups of this process.
     """
     found = None
-    for group, names in _groups(root, own_groups):
-        limit = _number(group / names.limit)
-        used = _number(group / names.used)
-        idle = _entry(group / "memory.stat", names.idle)
-        if limit and limit < UNLIMITED and used is not None and idle is not None:
+    for group, limit, used in _limits(root, own_groups):
+        if 0 < limit < UNLIMITED:
             cpu_us = _entry(group / "cpu.stat", "usage_usec") or 0
-            found = Usage(max(0, used - idle), limit, cpu_us)
+            found = Usage(max(0, used), limit, cpu_us)
     return found
 
 
@@ -191,6 +180,20 @@ def cpu_periods(root: Path = ROOT, own_groups: Path = OWN_GROUPS) -> tuple[int, 
             stopped = _entry(group / "cpu.stat", "nr_throttled") or 0
             found = max(found, (periods, stopped), key=lambda one: one[1])
     return found
+
+
+def _limits(root: Path, own_groups: Path) -> Iterator[tuple[Path, int, int]]:
+    """Yield each group that has a memory limit, with the limit and the memory in use, in bytes.
+
+    Page cache that the kernel can reclaim immediately is not in use, so the number may be negative.
+    The order is that of :func:`_groups`. Groups whose files cannot be read are left out.
+    """
+    for group, names in _groups(root, own_groups):
+        limit = _number(group / names.limit)
+        used = _number(group / names.used)
+        idle = _entry(group / "memory.stat", names.idle)
+        if limit is not None and used is not None and idle is not None:
+            yield group, limit, used - idle
 
 
 def _groups(root: Path, own_groups: Path) -> Iterator[tuple[Path, _Names]]:

@@ -909,6 +909,11 @@ class ElasticJob(_Strict):
         return None if self.allocation is None else self.allocation.nodes
 
     @property
+    def in_queue(self) -> bool:
+        """Whether a queue of Kueue admits the job: it says which hosts and how much it may have."""
+        return names.LABEL_QUEUE in self.metadata.labels
+
+    @property
     def rests(self) -> bool:
         """Return whether no node may run: the job is suspended, or held back by the allocator."""
         return self.spec.suspend or not (

@@ -143,8 +143,7 @@ class Capacity:
                 f"these are allowed again ({node.message})"
             )
             self.log.record(EventReason.HOSTS_READMITTED, message, node=node.id)
-            self.state.replacement_slots.append(ReplacementSlot(relaunches=node.relaunches))
-            self.dismiss(node, message, ExitCode.OK)
+            self.recreate(node, message)
 
     def dismiss(self, node: Node, why: str, code: ExitCode) -> None:
         """Mark a node as leaving, assign its agent an order to stop, and request its deletion.
@@ -207,8 +206,12 @@ class Capacity:
             "template has changed"
         )
         self.log.record(EventReason.NODE_RECREATED, message, node=node.id, cause=cause)
+        self.recreate(node, message)
+
+    def recreate(self, node: Node, why: str) -> None:
+        """Dismiss a node that is there, and have another fill its place without a charge."""
         self.state.replacement_slots.append(ReplacementSlot(relaunches=node.relaunches))
-        self.dismiss(node, message, ExitCode.OK)
+        self.dismiss(node, why, ExitCode.OK)
 
     def raise_memory(self, node: Node) -> str:
         """Give new nodes a higher memory limit after a node ran out of memory; return why.
@@ -225,8 +228,7 @@ class Capacity:
         for other in list(self.live.nodes):
             waits = not other.incarnation and other.readiness is not Readiness.OUT
             if waits and other is not node and self._memory.lacks(other):
-                self.state.replacement_slots.append(ReplacementSlot(relaunches=other.relaunches))
-                self.dismiss(other, why, ExitCode.OK)
+                self.recreate(other, why)
         return why
 
     def lacks_memory(self, node: Node) -> str:

@@ -19,7 +19,7 @@ from dlrover_py.master.core.policy import (
     ran_out_of_memory,
     with_cause,
 )
-from dlrover_py.master.core.state import NON_DISRUPTIVE, ReplacementSlot
+from dlrover_py.master.core.state import NON_DISRUPTIVE
 from dlrover_py.master.core.transitions import Transitions
 from dlrover_py.master.core.tuning import Tuning
 from dlrover_py.protocol.agents import FailureClass, FailureKind, WorkerFailure
@@ -61,7 +61,9 @@ class Failures:
         if pending is not None and pending.suspected is None:
             self._transitions.mark_disrupted()
             if failure.out_of_memory and (why := self._capacity.lacks_memory(node)):
-                self._replace(node, why)  # often all nodes run out of memory in the same step
+                self._capacity.recreate(
+                    node, why
+                )  # often all nodes run out of memory in the same step
             return  # the round had ended already: a consequence, not a cause
         if failure.kind is FailureKind.PEER:
             if pending is None:
@@ -173,11 +175,6 @@ class Failures:
                 "again",
             )
 
-    def _replace(self, node: Node, why: str) -> None:
-        """Have another node fill the place of one that is there, without a charge."""
-        self.state.replacement_slots.append(ReplacementSlot(relaunches=node.relaunches))
-        self._capacity.dismiss(node, why, ExitCode.OK)
-
     def _count_failure(self, node: Node, failure: WorkerFailure) -> None:
         """Charge a failure that is the root cause, and decide what follows.
 
@@ -213,7 +210,7 @@ class Failures:
             self._transitions.need_round("failure", f"{message} ({why})", event)
             return
         if failure.out_of_memory and (why := self._capacity.raise_memory(node)):
-            self._replace(node, why)
+            self._capacity.recreate(node, why)
             self._transitions.need_round("failure", f"{message} ({why})", event)
             return
         suspect = self._may_be_fork(failure)

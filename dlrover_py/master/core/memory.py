@@ -3,7 +3,6 @@
 from dlrover_py.master.core.history import CoreContext
 from dlrover_py.master.core.nodes import Node
 from dlrover_py.protocol.memory_growth import MIB, MemoryGrowthSpec
-from dlrover_py.protocol.names import LABEL_QUEUE
 from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.status import JobPhase
 
@@ -45,9 +44,9 @@ class NodeMemory:
         worker = self.live.spec.worker
         if why := self.lacks(node):
             return why
-        if self.of_new_nodes or self._growth.raised(worker.memory) == worker.memory:
-            return ""
         new = self._growth.raised(worker.memory)
+        if self.of_new_nodes or new == worker.memory:
+            return ""
         self.state.new_nodes.memory = new
         self.state.changed()
         message = f"new nodes have {new // MIB} MiB of memory instead of {worker.memory // MIB} MiB"
@@ -76,7 +75,6 @@ class NodeMemory:
     @property
     def _growth(self) -> MemoryGrowthSpec | None:
         """What the spec says about higher limits; None if there can be none."""
-        queued = LABEL_QUEUE in self.live.spec.metadata.labels
-        if queued or not self.live.rules.limits_memory:
+        if self.live.spec.in_queue or not self.live.rules.limits_memory:
             return None
         return self.live.spec.worker.memory_growth

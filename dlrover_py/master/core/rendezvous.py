@@ -193,14 +193,13 @@ def arrange(
         previous: Node and topology of each member of the round before, in the order of ranks.
 
     Returns:
-        Members in the order of node ranks. If only some members of the round before can stay,
-        those that may be on spot hosts are given up first, and among these whole domains
-        (:func:`topology.kept`). If
-        only some new nodes are needed, those in domains of the round stay first. The places of lost
-        members go to the new nodes that share most levels of the topology with them. Further new
-        nodes follow at the end, sorted by topology. Then the nodes of each domain are put side by
-        side (:func:`topology.grouped`). A new node of which nothing else is known is taken to be in
-        the domain of the lost one.
+        Members in the order of node ranks. If only some members of the round before can stay, those
+        that may be on spot hosts are given up first, and among these whole domains
+        (:func:`topology.kept`). If only some new nodes are needed, those in domains of the round
+        stay first. The places of lost members go to the new nodes that share most levels of the
+        topology with them. Further new nodes follow at the end, sorted by topology. Then the nodes
+        of each domain are put side by side (:func:`topology.grouped`). A new node of which nothing
+        else is known is taken to be in the domain of the lost one.
     """
     by_id = {c.node: c for c in candidates}
     survivors = [node for node, _ in previous if node in by_id]

@@ -9,7 +9,6 @@ import math
 
 from dlrover_py.master.core.history import CoreContext
 from dlrover_py.master.core.nodes import Node, Readiness
-from dlrover_py.protocol.names import LABEL_QUEUE
 from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.status import date_time
 from dlrover_py.protocol.words import counted
@@ -89,5 +88,4 @@ class SpotHosts:
         In a queue of Kueue, its flavors say which hosts a node may have.
         """
         spec, rules = self.live.spec, self.live.rules
-        queued = LABEL_QUEUE in spec.metadata.labels
-        return spec.worker.spot_policy != "any" and rules.avoids_hosts and not queued
+        return spec.worker.spot_policy != "any" and rules.avoids_hosts and not spec.in_queue
