@@ -161,9 +161,15 @@ class PodLogs:
             raise group.exceptions[0] from None
 
     async def _watch(self, tasks: asyncio.TaskGroup, *, ended: bool) -> None:
-        """Follow the log of each Pod that exists or appears, until it is canceled.
+        """Follow the log of each Pod of the job that exists or appears, until the task is canceled.
 
-        Pods that had ended before the first list are left out, unless the query selects them.
+        Args:
+            tasks: The group in which the log of each Pod is followed.
+            ended: Whether the query selects Pods that have ended before the first list too. Else
+                these are left out.
+
+        Raises:
+            KubeError: The API server refuses, and a repetition cannot help.
         """
         selector = f"{names.LABEL_JOB}={self._job}"
         changes = self._kube.watch(
@@ -246,12 +252,13 @@ class PodLogs:
             self._following[pod.uid] = tasks.create_task(self._print(pod, follow=True))
 
     async def _print(self, pod: _Pod, *, follow: bool) -> None:
-        """Print one log to its end; with ``follow`` across broken connections, without a limit.
+        """Print the log of one Pod; with ``follow`` until the Pod has ended.
 
-        A log that does not exist, or no longer, is skipped.
+        With ``follow`` a broken connection is made again as often as needed. The log of a Pod that
+        is deleted, or whose container has not started, is skipped, also with ``follow``.
 
         Raises:
-            KubeError: a call fails; with ``follow`` only if a person has to resolve that.
+            KubeError: A call fails; with ``follow`` only if a repetition cannot help.
         """
         last = ""
         while True:

@@ -196,7 +196,7 @@ class BackgroundThread:
         return True
 
     def finish(self, within_s: float) -> bool:
-        """Block until no call is left, or no call has returned for ``within_s`` seconds.
+        """Block until all calls have returned, or for ``within_s`` seconds none has.
 
         In the second case the calls that are left still wait in the thread.
 

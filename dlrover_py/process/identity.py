@@ -206,7 +206,8 @@ def children(parent: int, *, ended: bool = False) -> list[ProcessId]:
 def children_of_thread(thread: int) -> set[int]:
     """Return the process ids of unreaped children that a thread of this process has forked.
 
-    The set is empty if the thread has ended, or if the kernel does not list children.
+    ``thread`` is its native id, as of ``threading.get_native_id()``. The set is empty if the thread
+    has ended, or if the kernel does not list children.
     """
     try:
         with open(f"/proc/self/task/{thread}/children", "rb") as file:

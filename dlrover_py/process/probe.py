@@ -38,9 +38,10 @@ _started_in = 0
 
 
 def start(environ: "Mapping[str, str]", collectives: "Callable[[], list[dict[str, Any]]]") -> None:
-    """Start the thread, once for each process; do nothing outside of a job.
+    """Start the thread, once for each process; do nothing if ``environ`` is not that of a worker.
 
-    Call it in the main thread.
+    Call it in the main thread. If there is no descriptor or thread left, the script goes on without
+    it.
 
     Args:
         environ: The environment of the worker.

@@ -99,7 +99,7 @@ class AutoscaleSpec(BaseModel):
 
     @property
     def ends_at(self) -> float | None:
-        """Return the deadline as Unix time; None if there is none, or no such time."""
+        """Return the deadline as Unix time; None if there is none, or it is not a valid time."""
         if self.deadline is None:
             return None
         try:

@@ -464,8 +464,8 @@ def nested(found: Sequence[Call]) -> Call | None:
 def in_place_of(call: Call) -> str:
     """Return the command line of ``elastic-run`` that replaces that of a launcher or of Python.
 
-    For a launcher with other flags it is an example with ``train.py``. It is cut after 159
-    characters.
+    For a launcher whose flags ``elastic-run`` does not have, it is an example with ``train.py``.
+    A line of more than 160 characters is cut and ends with "…".
     """
     words = ["elastic-run"]
     if call.program in (*_SAME_FLAGS, "python"):

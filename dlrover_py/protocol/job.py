@@ -1185,12 +1185,13 @@ class ElasticJob(_Strict):
 
 
 def least_nodes(template: dict[str, Any]) -> int | None:
-    """Return the minimum in ``elastic-run --nnodes MIN:MAX`` of a Pod template, if any.
+    """Return the least number of nodes that the ``elastic-run`` of a Pod template asks for.
 
-    Only the main container counts, and only calls without ``--standalone``, which join the job. The
-    command may be a list of words or a line for a shell. The container's PET_NNODES stands in for
-    an absent flag. A variable such as ``$NODE_NUM``, whose value only the environment has, is no
-    number. None: there is no number, or it is 0.
+    It is N in ``--nnodes N`` or ``--nnodes N:MAX``, of the first such call in the main container
+    whose N is a number above 0; None if there is none. The command may be a list of words or a line
+    for a shell. Calls with ``--standalone`` do not count: they do not join the job. The container's
+    PET_NNODES counts for a call without the flag, and if the command starts a script that cannot be
+    read here. A variable such as ``$NODE_NUM`` is no number.
     """
     _, container = _main_of(template)
     environ, command = _environ_of(container), _command_of(container)

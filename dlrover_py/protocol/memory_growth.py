@@ -53,7 +53,9 @@ def memory_limit(container: Mapping[str, Any]) -> int:
 
 
 def with_memory_limit(container: Mapping[str, Any], limit: int) -> dict[str, Any]:
-    """Return a container with another memory limit, and with a request of the same share of it.
+    """Return a container with another memory limit, and its memory request changed by that factor.
+
+    A container without a memory request gets none.
 
     Args:
         container: A container of a Pod template that has a memory limit. It is not changed.

@@ -398,7 +398,7 @@ class PsClient:
         self._next_push()
 
     def _next_push(self) -> None:
-        """Start a push or a meeting if none is under way."""
+        """Start the oldest waiting push or meeting of workers, if none is under way."""
         busy = self._meeting is not None or any(one.push for one in self._open.values())
         if self._pushes and not busy:
             first = self._pushes.popleft()

@@ -265,9 +265,11 @@ class ParameterServer:
                 self._send(self._peers[one.to], one.message, one.payload)
 
     def _send(self, socket: Any, message: Any, payload: Payload, route: bytes = b"") -> None:
-        """Send a message, unless the receiver is so slow that its queue is full.
+        """Send a message; if it cannot be sent, log a warning and go on.
 
-        What is not sent is asked for again: by a worker, or by the comparison of states.
+        It cannot be sent if the receiver is so slow that its queue is full, or if the message is
+        too large. Workers ask again for an answer that does not come; a primary and its backup
+        compare their states and send what is missing.
 
         Args:
             socket: The socket.

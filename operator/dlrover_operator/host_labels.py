@@ -109,7 +109,10 @@ class HostLabels:
             tasks.create_task(self._copy())
 
     async def _copy(self) -> None:
-        """Write labels after each change, and again after each refusal, indefinitely."""
+        """Write labels of hosts to Pods after each change of a host or Pod, until canceled.
+
+        What the API server has refused is written again, after pauses that grow.
+        """
         pauses = 0
         while True:
             retry_at = min((at for _, at in self._refused.values()), default=None)

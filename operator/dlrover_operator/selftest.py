@@ -137,8 +137,8 @@ async def _ended(api: KubeClient, made: Obj) -> str:
 async def _remove(api: KubeClient, name: str, namespace: str) -> None:
     """Delete the job of a self-test and wait until it no longer exists; nothing if there is none.
 
-    A user's job of this name stays. The deletion is repeated if another self-test's job appears.
-    There is no time limit.
+    Its Pods may still exist then. A user's job of this name stays. The deletion is repeated if
+    another self-test's job appears. There is no time limit.
 
     Raises:
         KubeError: The API server refuses the deletion, or does not answer.

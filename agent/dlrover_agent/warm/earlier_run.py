@@ -193,7 +193,7 @@ def _states(paths: Iterable[str | None]) -> Iterable[tuple[str, FileState]]:
 
 
 def _state(path: str) -> FileState | None:
-    """Return the state of a file or folder; None if there is none."""
+    """Return time of change and size of a file or folder; None if it cannot be read."""
     try:
         found = os.stat(path)
     except OSError:

@@ -198,8 +198,9 @@ class Capacity:
     def replace_stuck(self, node: Node, cause: int | None) -> None:
         """Dismiss a node that cannot start, and have one created from the changed template.
 
-        Without an image or a place the node would otherwise stay as it is indefinitely. Nothing is
-        charged, and an event is recorded. Its cause is the event with the id ``cause``, if given.
+        Without an image, or a host that has room for it, the node would otherwise stay as it is
+        indefinitely. No restart budget is charged, and an event is recorded. Its cause is the event
+        with the id ``cause``, if given.
         """
         message = (
             f"node {node.id} could not start ({node.message}); a new node is created, because the "

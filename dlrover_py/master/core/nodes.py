@@ -190,7 +190,8 @@ class Node:
     def stuck(self) -> bool:
         """Whether the node has never reported and cannot start in its present state.
 
-        That is so if the platform has no place for it, or says why its process does not run yet.
+        That is so if the platform has no place for it, or gives any reason why its process does not
+        run yet. A node that leaves the job is never stuck.
         """
         held = self.pending_since < math.inf or (bool(self.message) and not self.runs)
         return held and not self.record.incarnation and self.readiness is not Readiness.OUT

@@ -185,9 +185,10 @@ class SpecChanges:
         return ready >= desired and len(self.state.world.members) >= full
 
     def _suspend(self) -> None:
-        """End the round and dismiss all nodes; the job and its numbers stay.
+        """Suspend the job, because ``spec.suspend`` or the operator's allocation says so.
 
-        The newest checkpoint is requested to be stored first.
+        The newest checkpoint is requested to be stored, the round ends, and all nodes are
+        dismissed. Restart budgets and incarnations of nodes are kept.
         """
         why = "spec.suspend is true: no node runs until `dlrover job resume`"
         allocation = self.live.spec.allocation
