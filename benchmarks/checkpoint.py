@@ -44,6 +44,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from benchmarks.page import write_section
 from dlrover_agent.checkpoint.server import TransferServer
 from dlrover_py.checkpoint import shm as arena
 from dlrover_py.protocol.agents import (
@@ -60,8 +61,6 @@ from dlrover_py.trainer.settings import Settings
 from tests.slots import JOB, Lookup, Persister, order
 from tests.staged import stage
 
-DOCS = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
-BEGIN, END = "<!-- checkpoint: begin -->", "<!-- checkpoint: end -->"
 WIDTH = 2048
 WORLDS = [4, 3, 2, 4]
 Samples = dict[str, list[float]]
@@ -746,9 +745,7 @@ def main() -> None:
     text = "\n".join([*head, *lines])
     print(text)
     if args.write:
-        old = DOCS.read_text()
-        before, _, rest = old.partition(BEGIN)
-        DOCS.write_text(f"{before}{BEGIN}\n{text}\n\n{END}{rest.partition(END)[2]}")
+        write_section("checkpoint", text)
 
 
 if __name__ == "__main__":

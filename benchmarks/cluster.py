@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.console import Console
 from rich.progress import Progress
 
+from benchmarks.page import write_section
 from benchmarks.scale import machine
 from dlrover_py.kubernetes.client import KubeClient
 from dlrover_py.kubernetes.kinds import PODS
@@ -44,7 +45,6 @@ from tests.cluster.harness import Cluster, Obj, cluster_for_tests, inside, until
 from tests.cluster.jobs import Job, Watched, document, spread, steps, submit, watching
 from tests.cluster.many import MasterRequests, agents_of, at, bare, many, master_mb, running
 
-DOCS = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 SPACE = "dlrover-bench"
 WINDOW_S = 20.0
 SCRIPT = """
@@ -637,10 +637,7 @@ def show(table: list[str], name: str, *, write: bool) -> None:
     """Print a table. With ``write``, put it between its markers in docs/benchmarks.md."""
     print("\n".join(table), flush=True)
     if write:
-        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-        before, rest = DOCS.read_text().split(begin)
-        _, behind = rest.split(end)
-        DOCS.write_text("\n".join([before + begin, *table, end + behind]))
+        write_section(name, "\n".join(table))
 
 
 if __name__ == "__main__":

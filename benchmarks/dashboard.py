@@ -30,6 +30,7 @@ from typing import Any
 
 import aiohttp
 
+from benchmarks.page import write_section
 from dlrover_py.dashboard import pages
 from dlrover_py.protocol.agents import AgentReport, Offer
 from dlrover_py.protocol.job_view import JobView
@@ -39,8 +40,6 @@ from tests.process.harness import SLEEPER, Place, job
 from tests.programs import PROGRAMS
 from tests.unit.test_view import status
 
-DOCS = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
-BEGIN, END = "<!-- dashboard: begin -->", "<!-- dashboard: end -->"
 AT = 1_700_000_000.0
 NODES, EVENTS, VIEWERS, SAMPLES = 1000, 200, 50, 1000
 PER_S = 20
@@ -313,10 +312,7 @@ def main() -> None:
     text = table(rows, " ".join(["python benchmarks/dashboard.py", *sys.argv[1:]]))
     sys.stdout.write((json.dumps(rows) if args.json else text) + "\n")
     if args.write:
-        page = DOCS.read_text()
-        before, _, rest = page.partition(BEGIN)
-        _, _, after = rest.partition(END)
-        DOCS.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+        write_section("dashboard", text)
 
 
 if __name__ == "__main__":

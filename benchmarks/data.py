@@ -50,13 +50,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from benchmarks.page import write_section
 from dlrover_py.protocol.data_ledger import LedgerHeader, file_name
 from dlrover_py.trainer.data import ElasticLoader, ElasticSampler
 from dlrover_py.trainer.data.order import SampleOrder, hash_samples
 from dlrover_py.trainer.data.verify import verify
 
-DOCS = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
-BEGIN, END = "<!-- data: begin -->", "<!-- data: end -->"
 N = 1000
 Row = dict[str, Any]
 
@@ -600,9 +599,7 @@ def main() -> None:
             f"Linux {platform.release()}, Python {platform.python_version()}, torch "
             f"{torch.__version__}, {datetime.now(UTC):%Y-%m-%d}."
         )
-        text = "\n".join([head, "", *table(rows)])
-        before, _, rest = DOCS.read_text().partition(BEGIN)
-        DOCS.write_text(f"{before}{BEGIN}\n{text}\n\n{END}{rest.partition(END)[2]}")
+        write_section("data", "\n".join([head, "", *table(rows)]))
 
 
 if __name__ == "__main__":

@@ -48,14 +48,13 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.page import write_section
 from dlrover_py.localcluster.cluster import signal_marked
 from dlrover_py.protocol import names
 from dlrover_py.protocol.local import Snapshot
 from dlrover_py.protocol.status import JobStatus, NodePhase, NodeStatus
 
 BIN = Path(sys.executable).parent
-DOCS = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
-BEGIN, END = "<!-- membership: begin -->", "<!-- membership: end -->"
 LEASE_MS = 5000.0
 NEVER_S = 150.0
 """Seconds after which torchrun is taken to have failed."""
@@ -819,37 +818,13 @@ def show(results: Results, about: str) -> None:
 
 
 def write_docs(results: Results, about: str, command: str) -> None:
-    """Write the table between its markers; create the file if it does not exist."""
+    """Write the table into docs/benchmarks.md."""
     requests = spread([took for case in results.cases for took in case.request])
-    lines = [BEGIN, f"`{command}`  ", f"{about}.  ", f"Requests to the cluster: {requests}.", ""]
+    lines = [f"`{command}`  ", f"{about}.  ", f"Requests to the cluster: {requests}.", ""]
     lines += ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
     lines += ["| " + " | ".join(row) + " |" for row in rows(results)]
-    lines += ["", *(f"- {text}" for text in results.surprises), END]
-    block = "\n".join(lines)
-    text = DOCS.read_text() if DOCS.exists() else "# Benchmarks\n"
-    if BEGIN not in text:
-        text += f"\n{INTRODUCTION}\n{BEGIN}\n{END}\n"
-    before, _, rest = text.partition(BEGIN)
-    DOCS.write_text(before + block + rest.partition(END)[2])
-
-
-INTRODUCTION = """\
-## Membership: how long the survivors of a fault wait
-
-Minimum / median / maximum, from right before the fault until the *last* survivor goes on.
-*Next assignment*: its agent has taken up the next round. *Next worker*: the first line of its next
-worker has run; torchrun shows no other sign, so this is the column to compare. Workers compute
-nothing; when one is gone the others see their connection close at once, as a collective's would.
-Hosts are taken away, and nodes frozen, by a request to the local cluster, whose time is part of
-the figure. A join is timed from right before the last joiner's first report. How each figure is
-taken stands in `benchmarks/membership.py`.
-
-torchrun runs three agents with its defaults, and a rendezvous store that nobody kills (where it
-lives in an agent, as by default, it dies with it, and so does the job). Where rank 0's node is
-lost the workers are gloo's, with a time-out of 20 s, and only a first all-reduce counts: torchrun
-does start workers, with the address of the lost node. For the join it has `last_call_timeout=1`
-instead of 30. Rows with "–" were not measured for it.
-"""
+    lines += ["", *(f"- {text}" for text in results.surprises)]
+    write_section("membership", "\n".join(lines))
 
 
 def machine() -> str:

@@ -34,9 +34,9 @@ from typing import TypeVar
 import psutil
 import yaml
 
+from benchmarks.page import write_section
+
 BIN = Path(sys.executable).parent
-DOCS = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
-BEGIN, END = "<!-- recovery: begin -->", "<!-- recovery: end -->"
 SCRIPT = """
 import os, signal, sys, time
 dies_at, turn = int(os.environ.get("DIES_AT", 0)), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -615,10 +615,7 @@ def main() -> None:
         samples = {row.what: {"samples": row.samples, "lost": row.lost} for row in rows}
         args.json.write_text(json.dumps({"rows": samples, "memory": held, "steps": steps}))
     if args.write:
-        old = DOCS.read_text()
-        head, _, rest = old.partition(BEGIN)
-        tail = rest.partition(END)[2]
-        DOCS.write_text(f"{head}{BEGIN}\n{text}\n\n{END}{tail}")
+        write_section("recovery", text)
 
 
 def _processor() -> str:

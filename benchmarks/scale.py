@@ -52,11 +52,10 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.page import write_section
 from dlrover_py.protocol import names
 from tests.certificates import Certificates, issue
 
-DOCS = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
-BEGIN, END = "<!-- scale: begin -->", "<!-- scale: end -->"
 NPROC = 8
 SOON_S = 120.0
 QUIET_S = 0.5
@@ -744,12 +743,6 @@ def in_words(outcomes: Sequence[Outcome], about: str, command: str) -> str:
     return f"`{command}`  \n{about}.\n\n{table}\n{surprises and chr(10) + surprises}"
 
 
-def write_docs(text: str) -> None:
-    before, _, rest = DOCS.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    DOCS.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
-
-
 def open_files(agents: int) -> None:
     """Raise the limit on file descriptors as far as needed.
 
@@ -825,7 +818,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             shutil.rmtree(folder, ignore_errors=True)
     if args.write:
         command = f"python benchmarks/scale.py --agents {' '.join(map(str, numbers))}"
-        write_docs(in_words(outcomes, about, command + " --tls" * args.tls))
+        write_section("scale", in_words(outcomes, about, command + " --tls" * args.tls))
     if args.json:
         print(json.dumps({"about": about, "outcomes": [asdict(o) for o in outcomes]}, indent=1))
     else:

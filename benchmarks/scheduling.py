@@ -45,9 +45,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
+from benchmarks.page import write_section
 from dlrover_py.allocator import ONE_SIZE, TRUSTED, Demand, Pool, allocate
 from dlrover_py.master.core.scaling import ScalingRecord, View, Wish, decide
 from dlrover_py.master.core.speed import SpeedMeter, SpeedModel
@@ -602,18 +602,13 @@ def speed_row(jobs: int = 5000, nodes: int = 65_536) -> Row:
 
 def written(table: Sequence[Row], command: str) -> None:
     """Write the rows into docs/benchmarks.md."""
-    page = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
-    begin, end = "<!-- scheduling: begin -->", "<!-- scheduling: end -->"
-    before, _, rest = page.read_text().partition(begin)
-    after = rest.partition(end)[2]
     lines = ["| what | target | ours | others | n | note |", "|---|---|---|---|---|---|"]
     for row in table:
         missed = " (missed)" if row["met"] is False else ""
         cells = (row["what"], f"{row['target']}{missed}", row["ours"], row["peers"], row["n"])
         lines.append(f"| {' | '.join(map(str, (*cells, row['note'])))} |")
     today = time.strftime("%Y-%m-%d")
-    text = "\n".join((begin, f"`{command}`, {today}", "", *lines, "", end))
-    page.write_text(f"{before}{text}{after}")
+    write_section("scheduling", "\n".join((f"`{command}`, {today}", "", *lines)))
 
 
 def main() -> None:
