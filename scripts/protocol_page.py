@@ -166,6 +166,15 @@ PROCESSES: tuple[Process, ...] = (
         starters=("dlrover_py/cli/ps.py",),
     ),
     Process(
+        name="kubectl of `dlrover dashboard --operator`",
+        started="`dlrover dashboard --operator`, for each Pod of the operator.",
+        ends="When the Pod ends, or `dlrover dashboard`.",
+        killed="`dlrover dashboard`, when it does not end within seconds.",
+        lost="The connection to the operator's pages.",
+        noticed="`dlrover dashboard`, which starts it again.",
+        starters=("dlrover_py/cli/operator_pages.py",),
+    ),
+    Process(
         name="own master",
         started="The agent (or torchrun's agent) at the endpoint of a job without a platform, "
         "before its first round.",

@@ -864,24 +864,39 @@ def logs(
 @root.command()
 @job_name
 @click.option("--port", type=click.IntRange(1, 65535), help="Port [default: 8765, or a free one].")
+@click.option("--operator", is_flag=True, help="Show the pages of the operator in the cluster.")
 @target_options
-def dashboard(name: str | None, port: int | None, target: Target) -> None:
+def dashboard(name: str | None, port: int | None, operator: bool, target: Target) -> None:
     """Show jobs as pages in a browser, on this machine only, until it is interrupted.
 
     Without a flag for a cluster, the pages show the jobs of this machine, past ones too. The
     printed link has a token; without it nobody sees or changes anything.
+
+    With --operator, the link opens the pages that the operator serves for the jobs and hosts of a
+    cluster. kubectl connects to it, in the namespace of --namespace [default: dlrover-system].
 
     \f
 
     Args:
         name: name of the job whose page the link opens; None for the list of jobs.
         port: port on the loopback device; None for the default one.
+        operator: show the operator's pages instead.
         target: cluster that the flags name.
 
     Raises:
-        ConfigError: the port is taken, or there is no such job.
+        ConfigError: the port is taken, there is no such job, no kubectl, or no operator that serves
+            pages.
         DLRoverError: the job's cluster does not answer.
     """
+    if operator:
+        import asyncio
+
+        from dlrover_py.cli.operator_pages import OperatorPages
+
+        if name is not None:
+            raise click.UsageError("found a job and --operator: the operator's pages show all jobs")
+        asyncio.run(OperatorPages(target, port).serve())
+        return
     from dlrover_py.cli import dashboard as pages  # it imports the web framework, which takes time
     from dlrover_py.cli.jobs import Jobs
 

@@ -81,7 +81,7 @@ def rolled_out(cluster: Cluster, release: str) -> None:
 
 def installed(cluster: Cluster, operator_image: str, master_image: str) -> str:
     """Install or upgrade the chart if needed; return the namespace of the release."""
-    values = []
+    values = ["dashboard.enabled=true"]
     for key, image in (("image", operator_image), ("master.image", master_image)):
         name, _, tag = image.rpartition(":")
         values += [f"{key}.repository={name}", f"{key}.tag={tag}"]

@@ -1,8 +1,10 @@
 """``dlrover job …`` against a real cluster, with the operator."""
 
 import json
+import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -10,8 +12,9 @@ from typing import IO
 import pytest
 import yaml
 
+from tests.cluster.conftest import rolled_out
 from tests.cluster.harness import Cluster, until
-from tests.cluster.jobs import STEPS, Job, Watched, document, steps, watching
+from tests.cluster.jobs import OPERATOR, STEPS, Job, Watched, document, steps, watching
 
 pytestmark = pytest.mark.timeout(900)
 TALKER = f"print('hello', flush=True)\n{STEPS}"
@@ -138,3 +141,42 @@ def test_a_job_is_waited_for(terminal: Terminal, operator: str, agent_image: str
     out, err = process.communicate(timeout=400)
     assert (process.returncode, err) == (1, "")
     assert "bad failed after" in out
+
+
+def test_the_operators_pages_are_reached_also_after_its_pod_is_deleted(
+    cluster: Cluster, operator: str, tmp_path: Path
+) -> None:
+    def entrance() -> str:
+        with urllib.request.urlopen(f"{link}/enter", timeout=10) as answer:
+            return str(answer.read().decode())
+
+    command = subprocess.Popen(
+        [str(DLROVER), "dashboard", "--operator", "-n", operator],
+        env=cluster.env,
+        cwd=tmp_path,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=(tmp_path / "told").open("w"),
+    )
+    try:
+        assert command.stdout is not None
+        link = command.stdout.readline().split()[-1]
+        assert "token" in entrance()
+        cluster.kubectl("delete", "pod", "-n", operator, "-l", OPERATOR)
+        rolled_out(cluster, operator)
+
+        def again() -> bool:
+            try:
+                return "token" in entrance()
+            except OSError:  # kubectl sees the loss with the next connection
+                return False
+
+        until(again, "the pages of the next Pod")
+        command.send_signal(signal.SIGINT)
+        assert command.wait(30) == 0
+    finally:
+        command.kill()
+        command.communicate()
+    told = (tmp_path / "told").read_text()
+    assert "is lost; it is made again" in told
+    assert "is there again" in told

@@ -4,8 +4,9 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -33,22 +34,30 @@ class Terminal:
         kubeconfig = cluster.kubeconfig(place.folder / "kubeconfig")
         self.env = place.env | {"KUBECONFIG": str(kubeconfig)}
 
-    async def start(self, *argv: str) -> asyncio.subprocess.Process:
+    async def start(
+        self, *argv: str, of: str = "job", env: Mapping[str, str] = MappingProxyType({})
+    ) -> asyncio.subprocess.Process:
         pipe = asyncio.subprocess.PIPE
         return await asyncio.create_subprocess_exec(
             str(BIN / "dlrover"),
-            "job",
+            of,
             *argv,
-            env=self.env,
+            env={**self.env, **env},
             cwd=self.place.folder,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=pipe,
             stderr=pipe,
         )
 
-    async def call(self, *argv: str, code: int = 0) -> str:
+    async def call(
+        self,
+        *argv: str,
+        code: int = 0,
+        of: str = "job",
+        env: Mapping[str, str] = MappingProxyType({}),
+    ) -> str:
         """Run a command; return what it says: standard output, or if it fails standard error."""
-        process = await self.start(*argv)
+        process = await self.start(*argv, of=of, env=env)
         out, err = await asyncio.wait_for(process.communicate(), 90)
         assert process.returncode == code, f"{argv}: {process.returncode}\n{out!r}\n{err.decode()}"
         assert b"Traceback (most recent call last):\n  File" not in err
@@ -587,3 +596,35 @@ async def test_the_shell_completes_names(
     for _ in range(10):  # on a busy machine, the cluster may not answer in time: press Tab again
         said = said.strip() or await terminal.call()
     assert said.splitlines() == [f"plain,{name}" for name in names]
+
+
+async def test_the_operators_pages_need_an_operator_that_serves_them(
+    terminal: Terminal, tmp_path: Path
+) -> None:
+    """The connection itself is tested with a real kubelet, in tests/cluster/test_cli.py."""
+    program = tmp_path / "kubectl"
+    program.write_text("#!/bin/sh\necho error: lost connection to pod\nexit 1\n")
+    program.chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+    async def refused() -> str:
+        return await terminal.call("--operator", "-n", "ml", of="dashboard", code=2, env=path)
+
+    assert "found no operator that is ready in the namespace ml" in await refused()
+    pod = {
+        "metadata": {
+            "name": "op",
+            "namespace": "ml",
+            "labels": {"app.kubernetes.io/name": "dlrover-operator"},
+        },
+        "spec": {"containers": [{"name": "operator", "image": "op", "args": ["--tls"]}]},
+        "status": {"conditions": [{"type": "Ready", "status": "True"}]},
+    }
+    terminal.cluster.put(PODS, pod)
+    assert "serves no pages: set dashboard.enabled=true" in await refused()
+    pod["spec"] = {"containers": [{"name": "o", "image": "op", "args": ["--dashboard-port=8090"]}]}
+    terminal.cluster.put(PODS, pod)
+    assert "kubectl port-forward has ended: error: lost connection to pod" in await refused()
+    nowhere = {"PATH": str(tmp_path / "empty")}
+    told = await terminal.call("--operator", of="dashboard", code=2, env=nowhere)
+    assert "found no kubectl in PATH" in told
