@@ -41,6 +41,8 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 """Headers of every answer: nothing is loaded from elsewhere, framed, or kept."""
+QUIET = 2
+"""Factor of the pause after a look at a job that has found nothing new."""
 PICTURES_S = 5.0
 """Least seconds between two announcements of a picture, which is large."""
 SECTION_BYTES_PER_S = 2048
@@ -147,7 +149,7 @@ class SectionWatch:
         self._task: asyncio.Task[None] | None = None
         self._page: pages.JobPage | None = None
         self.sections: dict[str, str] = {}
-        """The sections of :attr:`page`, each made once for all viewers."""
+        """The newest sections, each made once for all viewers."""
 
     @property
     def page(self) -> pages.JobPage | None:
@@ -196,22 +198,33 @@ class SectionWatch:
             except DLRoverError as error:
                 self._page, self.sections, news = None, {}, {"head": str(error)}
             else:
-                news = self.sections = {n: pages.section(n, page) for n in pages.SECTIONS}
-            if changed := self._changed(news, asyncio.get_running_loop().time()):
-                for queue in self._queues:
-                    queue.put_nowait(changed)
-            await asyncio.sleep(self._poll_s)
+                self._render(page)
+                news = self.sections
+            changed = self._changed(news)
+            for queue in self._queues if changed else ():
+                queue.put_nowait(changed)
+            await asyncio.sleep(self._poll_s if changed else QUIET * self._poll_s)
 
-    def _changed(self, news: dict[str, str], now: float) -> list[str]:
-        """Return the names of the sections to announce: pictures and large ones not too often."""
+    def _render(self, page: pages.JobPage) -> None:
+        """Make the sections anew that may be announced now. The others stay as they are."""
+        for name in pages.SECTIONS:
+            if name not in self.sections or self._may_tell(name, self.sections[name]):
+                self.sections[name] = pages.section(name, page)
+
+    def _may_tell(self, name: str, text: str) -> bool:
+        """Return whether a section may be announced: pictures and large ones not too often."""
+        least_s = PICTURES_S if name in pages.PICTURES else 0.0
+        now = asyncio.get_running_loop().time()
+        return now - self._told_at.get(name, -1e9) >= max(least_s, len(text) / SECTION_BYTES_PER_S)
+
+    def _changed(self, news: dict[str, str]) -> list[str]:
+        """Return the names of the sections to announce."""
         changed = []
         for name, text in news.items():
             digest = hashlib.sha256(text.encode()).hexdigest()
-            least_s = PICTURES_S if name in pages.PICTURES else 0.0
-            pause_s = max(least_s, len(text) / SECTION_BYTES_PER_S)
-            early = now - self._told_at.get(name, -1e9) < pause_s
-            if self._digests.get(name) != digest and not early:
-                self._digests[name], self._told_at[name] = digest, now
+            if self._digests.get(name) != digest and self._may_tell(name, text):
+                self._digests[name] = digest
+                self._told_at[name] = asyncio.get_running_loop().time()
                 changed.append(name)
         return changed
 
