@@ -648,8 +648,8 @@ class Loop:
                 self._restore_questions.answer(number, candidates)
             case ShardsAnswer(number, leases):
                 self._shard_questions.answer(number, leases)
-            case ServersPresent(servers):
-                self._servers.tell(servers)
+            case ServersPresent():
+                self._servers.tell(effect)
             case KeepEvidence():
                 self._evidence.keep(effect, lambda kept: self.add_events([kept]))
             case CreateNode(node_id, avoid, memory, stable):

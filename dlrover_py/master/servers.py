@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dlrover_py.master.core.events import ServersPresent
 from dlrover_py.protocol.job import ElasticJob, ServerSpec
 
 if TYPE_CHECKING:
@@ -46,13 +47,13 @@ class ServerMap:
     def __init__(self, place: ServerPlace | None = None) -> None:
         """Take the place of the coordinator; None if there can be no servers. Nothing is begun."""
         self._place = place
-        self._present: frozenset[str] | None = None
+        self._present: ServersPresent | None = None
         self._over = threading.Event()
         self._coordinator: Coordinator | None = None
 
-    def tell(self, servers: frozenset[str]) -> None:
-        """Have the coordinator take note, soon, of all servers that exist."""
-        self._present = servers
+    def tell(self, present: ServersPresent) -> None:
+        """Have the coordinator take note, soon, of all servers that exist and are desired."""
+        self._present = present
 
     async def open(self, job: ElasticJob) -> None:
         """Read the map, and write the file that tells where the coordinator is.
@@ -105,7 +106,7 @@ class ServerMap:
                 try:
                     if present is not None and present is not told:
                         told = present
-                        coordinator.present(present)
+                        coordinator.present(frozenset(present.nodes), present.desired)
                     coordinator.receive(now)
                     coordinator.tick(now)
                 except OSError as error:  # pushes go on with the map that all have

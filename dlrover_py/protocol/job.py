@@ -479,7 +479,7 @@ class ServerSpec(OtherSpec):
     template: dict[str, Any] | None = None
     """A Pod template whose command is ``dlrover ps server``."""
     replication: Annotated[int, Field(ge=1, le=2)] | None = None
-    """Number of copies of each row. If absent: 2, or 1 if there is one server only."""
+    """Number of copies of each row. If absent: 2, or 1 while there is one server only."""
     ack: Literal["primary", "backup"] = "backup"
     """The copies that must have a push before it is acknowledged: one, or all of them."""
     buckets: Annotated[int, Field(ge=1, le=65_536)] = 64
@@ -501,8 +501,8 @@ class ServerSpec(OtherSpec):
 
     @property
     def copies(self) -> int:
-        """Return the number of copies of each row."""
-        return min(2, self.size) if self.replication is None else self.replication
+        """Return the desired number of copies of each row. One server keeps one."""
+        return 2 if self.replication is None else self.replication
 
     @property
     def budget(self) -> int:
@@ -531,9 +531,9 @@ class ServerSpec(OtherSpec):
         """Return what is wrong with the numbers, in words; empty if nothing is."""
         if self.size < 1:
             return ["replicas is 0: expected at least 1 server, or leave the role out"]
-        if self.copies > self.size:
+        if self.replication is not None and self.replication > self.size:
             return [
-                f"replication is {self.copies} and replicas is {self.size}: "
+                f"replication is {self.replication} and replicas is {self.size}: "
                 "expected replication ≤ replicas, as each copy is on another server"
             ]
         return []
@@ -1022,14 +1022,23 @@ class ElasticJob(_Strict):
             return self.servers.container()
         return self.worker.container()
 
-    def scaled(self, replicas: int) -> Self:
+    def scaled(self, replicas: int, role: str = names.ROLE_WORKER) -> Self:
         """Return this job with another desired number of nodes, one generation later.
 
         The same number gives this job itself. Nothing is sent.
 
+        Args:
+            replicas: the desired number.
+            role: ``worker``, or ``ps`` for the servers of a parameter server.
+
         Raises:
-            ConfigError: the number does not fit the limits or the unit.
+            ConfigError: the number does not fit the limits or the unit, or the job has no such
+                role.
         """
+        if role == names.SERVER_PREFIX:
+            return self._with_servers(replicas)
+        if role != names.ROLE_WORKER:
+            raise ConfigError(f"found the role {role!r}: expected worker or ps")
         old = self.worker
         worker = old.model_copy(
             update={
@@ -1045,6 +1054,29 @@ class ElasticJob(_Strict):
             raise ConfigError("\n".join(f"cannot scale to {replicas}: {p}" for p in problems))
         specs = self.spec.replica_specs.model_copy(update={"worker": worker})
         return self.changed(self.spec.model_copy(update={"replica_specs": specs}))
+
+    def _with_servers(self, replicas: int) -> Self:
+        old = self.servers
+        if old is None:
+            raise ConfigError(
+                f"{self.metadata.name} has no role ps, so it has no servers to scale: expected "
+                f"{SERVERS} in its job file"
+            )
+        servers = old.model_copy(update={"replicas": replicas})
+        problems = servers.problems()
+        if not 1 <= replicas <= MAX_REPLICAS:
+            problems = [f"expected 1 to {MAX_REPLICAS} replicas"]
+        if problems:
+            raise ConfigError("\n".join(f"cannot scale to {replicas}: {p}" for p in problems))
+        specs = self.spec.replica_specs.model_copy(update={"ps": servers})
+        return self.changed(self.spec.model_copy(update={"replica_specs": specs}))
+
+    def differs_in_servers_only(self, other: Self) -> bool:
+        """Return whether the specs of two jobs are equal but for the role ``ps``."""
+        role = other.spec.replica_specs.ps
+        specs = self.spec.replica_specs.model_copy(update={"ps": role})
+        same = self.spec.model_copy(update={"replica_specs": specs}) == other.spec
+        return same and self.spec.replica_specs.ps != role
 
     def suspended(self, suspend: bool) -> Self:
         """Return this job with ``spec.suspend`` set, one generation later.
@@ -1317,6 +1349,11 @@ def _containers(template: dict[str, Any]) -> list[Any]:
     spec = template.get("spec")
     containers = spec.get("containers") if isinstance(spec, dict) else None
     return containers if isinstance(containers, list) else []
+
+
+def scaled_to(replicas: int, role: str) -> str:
+    """Return a desired number of nodes of a role, in words."""
+    return counted(replicas, "server" if role == names.SERVER_PREFIX else "node")
 
 
 def _serves(template: object) -> bool:

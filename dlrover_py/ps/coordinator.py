@@ -145,13 +145,18 @@ class Coordinator:
         self.planner.lost(server)
         self.publish()
 
-    def present(self, servers: frozenset[str]) -> None:
+    def present(self, servers: frozenset[str], desired: int) -> None:
         """Take note of all servers that exist. Any other one has ended, with all its rows.
 
         From now on, nothing is heard from a server that is not among them: what it sent before its
         end may arrive late.
+
+        Args:
+            servers: The servers that exist.
+            desired: The desired number of servers. Rows are placed first when so many have come.
         """
         self._present = servers
+        self.planner.expect(desired)
         known = self.planner.map
         members = {one.primary for one in known.placements if not one.lost}
         for server in sorted((known.servers.keys() | members) - servers):

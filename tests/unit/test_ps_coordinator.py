@@ -105,11 +105,11 @@ def test_servers_that_do_not_exist_are_lost_and_not_heard(
         for name in ("ps0", "ps1"):
             known = ask(made, m.Alive(name, f"tcp://{name}", -1))
         assert {one.primary for one in known.placements} == {"ps0", "ps1"}
-        made.present(frozenset({"ps1", "ps2"}))
+        made.present(frozenset({"ps1", "ps2"}), 2)
         known = made.planner.map
         assert known.servers.keys() == {"ps1"}
         assert {one.members for one in known.placements} == {("ps1",)}
-        made.present(frozenset({"ps2"}))
+        made.present(frozenset({"ps2"}), 2)
         assert all(one.lost for one in made.planner.map.placements)
         ask(made, m.Alive("ps1", "tcp://ps1", -1))  # it arrives late; an older map is the answer
         while "w" not in (known := ask(made, m.JoinClient("w"))).clients:
@@ -147,3 +147,13 @@ def test_a_map_that_cannot_be_stored_is_sent_to_nobody(
             made.tick(time.monotonic())
         (tmp_path / "map.new").rmdir()
         assert ask(made, m.WatchMap(-1)).clients == {"w": 1}
+
+
+def test_buckets_are_placed_when_as_many_servers_have_come_as_are_desired_now() -> None:
+    made = Planner(ClusterMap("job"), replace(RULES, servers=3), 0.0)
+    made.heard("ps0", "tcp://a", 0.0)
+    assert not made.map.placements
+    made.expect(1)  # the user wants fewer
+    assert [one.members for one in made.map.placements] == [("ps0",)] * RULES.buckets
+    made.heard("ps1", "tcp://b", 0.0)  # and then more: each bucket gets its second copy
+    assert all(one.learner == "ps1" for one in made.map.placements)

@@ -48,6 +48,7 @@ class Run:
         self.now, self.exist = 0.0, set[str]()
         self.present = frozenset[str]()
         """The servers that the coordinator knows to exist."""
+        self.desired = 0
         self.journal: DurableState | None = None
         self.job = Job(spec, Rules(), term=Term(1), now=0.0, wall=WALL)
         self.step()
@@ -60,7 +61,7 @@ class Run:
             if isinstance(effect, CreateNode):
                 self.exist.add(effect.node)
             if isinstance(effect, ServersPresent):
-                self.present = effect.nodes
+                self.present, self.desired = effect.nodes, effect.desired
         again = self.job.step([], self.now, WALL + self.now)
         assert not again.effects, "a step decides all there is to decide"
         return out.effects
@@ -243,8 +244,46 @@ def test_what_servers_need_is_checked_before_anything_starts() -> None:
         check_servers(servers, ())
 
 
-def test_a_single_server_keeps_one_copy() -> None:
+def test_the_number_of_servers_is_changed_by_its_own_role_and_opens_no_round() -> None:
+    spec = parsed(replicas=2)
+    run = Run(spec)
+    run.step(*(NodeSeen(NodeId(f"ps{number}"), near=True) for number in range(2)))
+    spec = spec.scaled(4, "ps")
+    run.step(JobChanged(spec))
+    assert run.present == run.servers == {"ps0", "ps1", "ps2", "ps3"}
+    assert run.desired == 4
+    run.step(*(NodeSeen(NodeId(f"ps{number}"), near=True) for number in range(4)))
+    spec = spec.scaled(3, "ps")
+    assert deleted(run.step(JobChanged(spec))) == {"ps3": LEAVE_S}
+    run.end("ps3", code=0)
+    assert run.present == {"ps0", "ps1", "ps2"}
+    said = [one.message for one in run.job.state.events if one.reason == "SpecChanged"]
+    assert said == ["the desired size is now 4 servers", "the desired size is now 3 servers"]
+    assert spec.scaled(3, "ps") is spec
+    assert spec.worker.replicas == 2
+
+
+@pytest.mark.parametrize(
+    ("number", "fields", "words"),
+    [
+        (1, {"replication": 2}, "cannot scale to 1: replication is 2 and replicas is 1"),
+        (0, {}, "cannot scale to 0: expected 1 to"),
+    ],
+)
+def test_too_few_servers_are_refused(number: int, fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parsed(**fields).scaled(number, "ps")
+
+
+def test_only_roles_of_the_job_are_scaled() -> None:
+    with pytest.raises(ConfigError, match="has no role ps"):
+        ElasticJob.parse(job_file(2)).scaled(2, "ps")
+    with pytest.raises(ConfigError, match="expected worker or ps"):
+        parsed().scaled(2, "chief")
+
+
+def test_a_single_server_is_no_fault() -> None:
     job = parsed(replicas=1)
-    assert job.servers is not None
-    assert job.servers.copies == 1
     assert job.without_effect() == []
+    assert job.servers is not None
+    assert job.servers.copies == 2, "the copies are made when a second server comes"

@@ -31,8 +31,8 @@ class Servers:
     def __init__(self, context: CoreContext, transitions: Transitions) -> None:
         self.state, self.live, self.log = context.state, context.live, context.log
         self._transitions = transitions
-        self._told: frozenset[NodeId] | None = None
-        """The servers that the coordinator was told of."""
+        self._told: ServersPresent | None = None
+        """What the coordinator was told last."""
         self._lost_at = self.live.now
         """When a server was lost last, as far as this master knows."""
         self._asked: dict[NodeId, float] = {}
@@ -101,8 +101,8 @@ class Servers:
         record, spec = self.state.servers, self.live.spec.servers
         if not self.live.rules.can_create or (spec is None and not record.nodes):
             return
+        wanted = 0 if spec is None else spec.size
         if not self._rests:
-            wanted = 0 if spec is None else spec.size
             self._forgive()
             staying = [node for node, leaving in record.nodes.items() if not leaving]
             for node in staying[wanted:]:
@@ -127,10 +127,10 @@ class Servers:
                 record.nodes[node] = leaving or "the workers have ended"
                 self.state.changed()
                 self._end(node, 0.0)
-        present = frozenset(record.nodes)
+        present = ServersPresent(frozenset(record.nodes), wanted)
         if present != self._told:
             self._told = present
-            self.live.emit(ServersPresent(present))
+            self.live.emit(present)
 
     @property
     def _rests(self) -> bool:
