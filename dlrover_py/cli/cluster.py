@@ -720,7 +720,7 @@ class ClusterJob:
                 break
         if propagation == "Orphan":
             return
-        label, left = names.workers_of(self.name), set()
+        label, left = names.nodes_of(self.name), set()
         async for change in watching(self._cluster, PODS, self.namespace, labels=label):
             if isinstance(change, Listed):
                 left = {p["metadata"]["uid"] for p in change.items if _is_owned(p, uid)}

@@ -523,7 +523,8 @@ class Loop:
                 self._job = Job.resume(job, self._rules, journal, term=term, now=now, wall=wall)
             bind(job=job.metadata.name, term=self._job.state.term)
             log.info("term_started", extra={"round": self._job.state.round})
-            await self._servers.open(job)  # before a node begins
+            # Before a node begins.
+            await self._until_works("servers", lambda: self._servers.open(job))
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
                 tasks.create_task(self._servers.run())

@@ -1,12 +1,11 @@
 """The coordinator of a job's parameter server, in a thread of the master.
 
-Its map is in a file beside the journal, and its socket outlives the master. So the next master goes
-on with the map, and servers and workers keep their connections' address. It begins when the master
-holds the journal: then no other coordinator runs.
+Its map is in a file beside the journal, or in a Secret, and its socket or Service outlives the
+master. So the next master goes on with the map, and servers and workers keep their connections'
+address. It begins when the master holds the journal: then no other coordinator runs.
 """
 
 import asyncio
-import hashlib
 import logging
 import socket
 import threading
@@ -20,6 +19,7 @@ from dlrover_py.protocol.job import ElasticJob, ServerSpec
 
 if TYPE_CHECKING:
     from dlrover_py.ps.coordinator import Coordinator
+    from dlrover_py.ps.map_store import MapStore
 
 log = logging.getLogger("master.servers")
 
@@ -33,10 +33,10 @@ class ServerPlace:
 
     listener: socket.socket
     """The socket at which servers and workers connect."""
-    access: Path
-    """The file to write that tells them where it is."""
-    state: Path
-    """The file of the map."""
+    access: Path | None
+    """The file to write that tells them where it is; None where they know the address."""
+    store: "MapStore"
+    """Where the map is kept."""
     token: str
     """The job's token. Workers get another one that is made from it."""
 
@@ -60,6 +60,7 @@ class ServerMap:
 
         Raises:
             ConfigError: The map or the directory of cuts cannot be used.
+            TransientError: The map cannot be read now.
             OSError: The file cannot be written.
         """
         if self._place is not None and job.servers is not None:
@@ -83,19 +84,19 @@ class ServerMap:
         from dlrover_py.ps.coordinator import Coordinator
         from dlrover_py.ps.cuts import CutDirectory
         from dlrover_py.ps.planner import PlanRules
-        from dlrover_py.ps.settings import write_access
+        from dlrover_py.ps.settings import token_of, write_access
 
-        token = hashlib.blake2b(place.token.encode(), digest_size=16, person=b"dlrover-ps")
         self._coordinator = Coordinator(
             job,
-            token.hexdigest(),
-            place.state,
+            token_of(place.token),
+            place.store,
             PlanRules(spec.buckets, spec.size, spec.copies, AckMode(spec.ack)),
             time.monotonic(),
             cuts=CutDirectory(spec.checkpoints) if spec.checkpoints is not None else None,
             listener=place.listener,
         )
-        write_access(place.access, self._coordinator.access)
+        if place.access is not None:
+            write_access(place.access, self._coordinator.access)
 
     def _serve(self, coordinator: "Coordinator") -> None:
         told, problem = None, ""

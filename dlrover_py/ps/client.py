@@ -352,6 +352,7 @@ class PsClient:
 
     def _run(self) -> None:
         context = zmq.Context()
+        context.ipv6 = "[" in self._address
         poller = zmq.Poller()
         poller.register(self._wake_read, zmq.POLLIN)
         sockets: dict[str, Any] = {}
@@ -609,12 +610,12 @@ def connect(
         ConfigError: There is no such file.
     """
     settings = Settings.from_environment()
-    path = access or settings.access
-    if path is None:
+    where = access or settings.access
+    if not where:
         raise ConfigError(
             "DLROVER_PS is not set: start the script with `dlrover ps serve -- COMMAND`"
         )
-    return PsClient(read_access(path), name or f"worker-{settings.rank}", timeout_s=timeout_s)
+    return PsClient(read_access(where), name or f"worker-{settings.rank}", timeout_s=timeout_s)
 
 
 def _covers(part: _TableRows, buckets: tuple[int, ...]) -> bool:

@@ -50,6 +50,8 @@ class ParameterServer:
         """
         self._key, self._id = access.key, server
         self._context = zmq.Context()
+        host = f"[{host}]" if ":" in host else host
+        self._context.ipv6 = "[" in host
         self._inbox = self._context.socket(zmq.ROUTER)
         self._inbox.linger = 0
         self._inbox.maxmsgsize = 1 << 30
@@ -294,16 +296,17 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def serve(access: JobAccess, name: str, lifeline: int = -1) -> None:
+def serve(access: JobAccess, name: str, lifeline: int = -1, host: str = "127.0.0.1") -> None:
     """Run a server until it has given its buckets away, after SIGTERM, or is killed.
 
     Args:
         access: The job.
         name: Id of this life of the server.
         lifeline: Descriptor of a pipe; the server ends when its other end is closed. -1: none.
+        host: The address of this machine that others reach.
     """
     telemetry.setup("ps-server", level=telemetry.wished_level("WARNING"))
-    server = ParameterServer(access, name)
+    server = ParameterServer(access, name, host)
     if lifeline >= 0:
         server.end_with(lifeline)
 

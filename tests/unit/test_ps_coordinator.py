@@ -16,6 +16,7 @@ from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.ps import messages as m
 from dlrover_py.ps.cluster_map import ClusterMap, CutPlace
 from dlrover_py.ps.coordinator import Coordinator
+from dlrover_py.ps.map_store import MapFile
 from dlrover_py.ps.planner import Planner, PlanRules
 from dlrover_py.ps.wire import decode, send
 
@@ -31,7 +32,7 @@ def listener() -> Iterator[socket.socket]:
 @contextmanager
 def coordinator(folder: Path, listener: socket.socket) -> Iterator[Coordinator]:
     made = Coordinator(
-        "job", "token", folder / "map.json", RULES, time.monotonic(), listener=listener
+        "job", "token", MapFile(folder / "map.json"), RULES, time.monotonic(), listener=listener
     )
     try:
         yield made

@@ -140,6 +140,41 @@ def test_a_server_that_died_without_a_master_is_found_by_the_next_one() -> None:
     assert run.present == {"ps0", "ps2", "ps3"}
 
 
+def test_no_id_is_used_again_where_the_platform_forgets_what_has_ended() -> None:
+    spec = parsed()
+    run = Run(spec)
+    there = frozenset(map(NodeId, ("n0", "n1", "ps0", "ps2")))
+    assert not run.step(NodesListed(there, free=True)), "ps1 was requested, and may be on its way"
+    run.restart(spec)
+    asked = run.step(NodesListed(there, free=True))
+    assert [one.node for one in asked if isinstance(one, CreateNode)] == ["ps3"]
+    assert run.present == {"ps0", "ps2", "ps3"}
+    assert run.events()[-1] == "NodeLost"
+    # It was only late: it is not the one that had the rows, and ends.
+    assert deleted(run.step(NodeSeen(NodeId("ps1"), near=True))) == {"ps1": 0.0}
+
+
+def test_a_server_whose_host_is_silent_is_replaced_and_gives_its_rows_away_if_it_comes_back() -> (
+    None
+):
+    run = Run(parsed(replicas=2))
+    run.step(*(NodeSeen(NodeId(f"ps{number}"), near=True) for number in range(2)))
+    run.step(NodeSeen(NodeId("ps0"), near=True, cut_off=True))
+    assert run.present == run.servers == {"ps0", "ps1", "ps2"}
+    status = {one.id: one for one in run.job.status(0, WALL).servers}
+    assert not status["ps0"].running
+    assert status["ps0"].message == "its host does not answer"
+    assert run.job.state.servers.lost == 0
+
+
+def test_a_server_that_does_not_run_yet_takes_no_rows() -> None:
+    run = Run(parsed(replicas=1))
+    run.step(NodeSeen(NodeId("ps0"), near=True))
+    run.step(NodeSeen(NodeId("ps0"), near=True, leaving="its Pod is being deleted"))
+    assert not deleted(run.step(NodeSeen(NodeId("ps1"), near=True, runs=False)))
+    assert deleted(run.step(NodeSeen(NodeId("ps1"), near=True))) == {"ps0": LEAVE_S}
+
+
 def test_a_server_that_leaves_stays_until_another_one_can_take_its_rows() -> None:
     run = Run(parsed(replicas=1))
     run.step(NodeSeen(NodeId("ps0"), near=True))
@@ -228,8 +263,26 @@ def test_servers_of_tensorflow_stay_refused(command: list[str]) -> None:
         ElasticJob.parse(found)
     ours = document(["/bin/sh", "-c", "exec /opt/bin/dlrover ps server"])
     assert ElasticJob.parse(ours).servers is not None
-    with pytest.raises(UnsupportedError, match="one machine only"):
-        ElasticJob.read(ours)
+    assert ElasticJob.read(ours).servers is not None
+
+
+@pytest.mark.parametrize(
+    ("labels", "ps", "words"),
+    [
+        ({"kueue.x-k8s.io/queue-name": "q"}, {}, "a job in a queue cannot have them"),
+        ({}, {"checkpoints": "/cuts"}, "checkpoints: not supported in a cluster yet"),
+    ],
+)
+def test_what_servers_cannot_do_in_a_cluster_is_refused_there(
+    labels: dict[str, str], ps: dict[str, Any], words: str
+) -> None:
+    found = document(**ps)
+    found["metadata"]["labels"] = labels
+    assert ElasticJob.parse(found).servers is not None
+    with pytest.raises(UnsupportedError, match=words):
+        ElasticJob.parse(found, on_cluster=True)
+    with pytest.raises(UnsupportedError, match=words):
+        ElasticJob.read(found)
 
 
 def test_what_servers_need_is_checked_before_anything_starts() -> None:

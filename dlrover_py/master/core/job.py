@@ -293,7 +293,7 @@ class Job:
             case RoomSeen(nodes):
                 live.room = nodes
             case NodesListed(listed, free):
-                self._servers.nodes_listed(listed)
+                self._servers.nodes_listed(listed, gone=free)
                 workers = frozenset(node for node in listed if not is_server(node))
                 self._departures.nodes_listed(workers, free=free)
 
