@@ -39,16 +39,15 @@ def servers(job: Job) -> set[str]:
     return {one.id for one in known if one.running and not one.message}
 
 
-def is_whole(job: Job, count: int) -> bool:
-    """Return whether this many servers run, and each row has two copies on them."""
-    alive = servers(job)
+def is_whole(job: Job, names: set[str]) -> bool:
+    """Return whether these servers run, and no others, and each row has two copies on them."""
     secret = job.cluster.get("secret", servers_of(job.name), job.namespace) or {}
     packed = (secret.get("data") or {}).get("map.json.gz")
-    if len(alive) != count or packed is None:
+    if servers(job) != names or packed is None:
         return False
     known = msgspec.json.decode(gzip.decompress(base64.b64decode(packed)), type=ClusterMap)
-    return known.servers.keys() == alive and all(
-        not one.learner and len(one.members) == 2 and set(one.members) <= alive
+    return known.servers.keys() == names and all(
+        not one.learner and len(one.members) == 2 and set(one.members) <= names
         for one in known.placements
     )
 
@@ -62,23 +61,22 @@ def moves_on(job: Job) -> None:
     )
 
 
-def whole(job: Job, count: int) -> set[str]:
-    """Wait until this many servers have two copies of each row; return the servers."""
-    job.until(lambda: is_whole(job, count), f"{count} servers with two copies of each row")
-    return servers(job)
+def whole(job: Job, *names: str) -> None:
+    """Wait until these servers, and no others, have two copies of each row."""
+    job.until(lambda: is_whole(job, set(names)), f"two copies of each row on {names}")
 
 
 def test_server_pods_are_lost_and_their_number_changes_and_no_push_is_lost(
     there: Watched, agent_image: str
 ) -> None:
     job = submit(there.cluster, there, ps_document(agent_image))
-    assert whole(job, 2) == {"ps0", "ps1"}
+    whole(job, "ps0", "ps1")
     hosts = {there.all("Pod")[f"job-{name}"]["spec"]["nodeName"] for name in ("ps0", "ps1")}
     assert len(hosts) == 2, "the copies of a row are on different hosts"
     moves_on(job)
 
     there.cluster.kill("job-ps0", there.namespace, "ps server")
-    assert whole(job, 2) == {"ps1", "ps2"}
+    whole(job, "ps1", "ps2")
     moves_on(job)
 
     # The next master goes on with the map.
@@ -89,14 +87,14 @@ def test_server_pods_are_lost_and_their_number_changes_and_no_push_is_lost(
 
     # A server whose Pod is deleted gives its rows away first.
     job.kubectl("delete", "pod", "job-ps1", "--wait=false")
-    assert whole(job, 2) == {"ps2", "ps3"}
+    whole(job, "ps2", "ps3")
     moves_on(job)
 
     job.patch({"replicaSpecs": {"ps": {"replicas": 3}}})
-    assert whole(job, 3) == {"ps2", "ps3", "ps4"}
+    whole(job, "ps2", "ps3", "ps4")
     moves_on(job)
     job.patch({"replicaSpecs": {"ps": {"replicas": 2}}})
-    assert whole(job, 2) == {"ps2", "ps3"}
+    whole(job, "ps2", "ps3")
     moves_on(job)
 
     lost = [one.node for one in job.training.events if one.reason == "NodeLost"]
