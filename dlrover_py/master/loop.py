@@ -518,7 +518,7 @@ class Loop:
             if journal is None:
                 self._job = Job(job, self._rules, term=term, now=now, wall=wall)
                 if known.term:
-                    self._job.skip(known.round, known.node, known.event)
+                    self._job.skip(known.round, known.node, known.event, known.server)
             else:
                 self._job = Job.resume(job, self._rules, journal, term=term, now=now, wall=wall)
             bind(job=job.metadata.name, term=self._job.state.term)

@@ -35,7 +35,7 @@ from dlrover_py.ps.session import PendingRequests, SendPart
 from dlrover_py.ps.settings import Settings, read_access
 from dlrover_py.ps.specs import Formats, RowFormat, TableSpec
 from dlrover_py.ps.store import Payload
-from dlrover_py.ps.wire import JobAccess, WireError, decode, send
+from dlrover_py.ps.wire import JobAccess, WireError, decode, new_context, send
 
 MAX_REQUEST_BYTES = 256 << 20
 """Bytes of the arrays of one request."""
@@ -351,8 +351,7 @@ class PsClient:
     # --- The thread ---
 
     def _run(self) -> None:
-        context = zmq.Context()
-        context.ipv6 = "[" in self._address
+        context = new_context(ipv6="[" in self._address)
         poller = zmq.Poller()
         poller.register(self._wake_read, zmq.POLLIN)
         sockets: dict[str, Any] = {}

@@ -20,7 +20,7 @@ from dlrover_py.ps.cuts import CutDirectory, SavedCut
 from dlrover_py.ps.map_store import MapStore
 from dlrover_py.ps.meetings import Meetings
 from dlrover_py.ps.planner import Planner, PlanRules
-from dlrover_py.ps.wire import MAX_BODY_BYTES, JobAccess, WireError, decode, send
+from dlrover_py.ps.wire import MAX_BODY_BYTES, JobAccess, WireError, decode, new_context, send
 
 FORGET_S = 60.0
 """Seconds of silence after which a connection gets no more maps. Workers ask more often."""
@@ -85,7 +85,7 @@ class Coordinator:
         self._meetings = Meetings()
         self._renew_at = now
         self.planner = Planner(start, rules, now)
-        self._context = zmq.Context()
+        self._context = new_context()
         self.socket = self._context.socket(zmq.ROUTER)
         self.socket.linger = 0
         self.socket.maxmsgsize = MAX_BODY_BYTES  # whoever reaches it could fill the memory
@@ -200,6 +200,7 @@ class Coordinator:
                 epoch = -1  # the answer is a map in any case
             case m.Drain():
                 planner.drain(message.server)
+                epoch = -1  # whoever leaves must hear that there is a coordinator
             case m.Meet():
                 self._on_meet(route, message, now)
                 return

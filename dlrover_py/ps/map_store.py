@@ -38,7 +38,12 @@ class MapFile:
         """Note the path; nothing is read."""
         self.name, self._path = str(path), path
 
-    def read(self) -> bytes | None:  # noqa: D102
+    def read(self) -> bytes | None:
+        """Return the document; None if there is none.
+
+        Raises:
+            ConfigError: The file cannot be read.
+        """
         try:
             return self._path.read_bytes()
         except FileNotFoundError:
@@ -48,7 +53,12 @@ class MapFile:
                 f"{self.name}: {error.strerror}; expected a map of servers"
             ) from error
 
-    def write(self, document: bytes) -> None:  # noqa: D102
+    def write(self, document: bytes) -> None:
+        """Write another file, and put it in the place of the old one.
+
+        Raises:
+            OSError: It cannot be written.
+        """
         fresh = self._path.with_suffix(".new")
         with fresh.open("wb") as file:
             file.write(document)

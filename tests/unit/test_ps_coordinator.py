@@ -1,6 +1,7 @@
 """A coordinator that starts again goes on with the map, at the same address."""
 
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -18,6 +19,7 @@ from dlrover_py.ps.cluster_map import ClusterMap, CutPlace
 from dlrover_py.ps.coordinator import Coordinator
 from dlrover_py.ps.map_store import MapFile
 from dlrover_py.ps.planner import Planner, PlanRules
+from dlrover_py.ps.server import ParameterServer
 from dlrover_py.ps.wire import decode, send
 
 RULES = PlanRules(buckets=4, servers=2, silence_s=60)
@@ -158,3 +160,32 @@ def test_buckets_are_placed_when_as_many_servers_have_come_as_are_desired_now() 
     assert [one.members for one in made.map.placements] == [("ps0",)] * RULES.buckets
     made.heard("ps1", "tcp://b", 0.0)  # and then more: each bucket gets its second copy
     assert all(one.learner == "ps1" for one in made.map.placements)
+
+
+def test_whoever_leaves_hears_each_time_that_there_is_a_coordinator(
+    tmp_path: Path, listener: socket.socket
+) -> None:
+    with coordinator(tmp_path, listener) as made, program(made.access) as ask:
+        ask(made, m.Alive("ps0", "tcp://a", 0))
+        first = ask(made, m.Drain("ps0"))
+        assert first.draining == ("ps0",)
+        assert ask(made, m.Drain("ps0")) == first
+
+
+def test_a_server_that_leaves_without_a_coordinator_ends_with_its_rows(
+    tmp_path: Path, listener: socket.socket
+) -> None:
+    """Its job was deleted: nobody takes the rows, and its Pod must not stay for its whole grace."""
+    with coordinator(tmp_path, listener) as made:
+        made.planner.expect(1)
+        server = ParameterServer(made.access, "ps0", alone_s=0.1)
+        thread = threading.Thread(target=server.run, daemon=True)
+        thread.start()
+        deadline = time.monotonic() + 30
+        while not made.planner.map.placements or made.socket.poll(20):
+            made.receive(time.monotonic())
+            assert time.monotonic() < deadline
+    server.leave()
+    thread.join(30)
+    assert not thread.is_alive()
+    server.close()

@@ -44,13 +44,16 @@ def parsed(**ps: Any) -> ElasticJob:
 class Run:
     """A job whose platform does at once what is asked. Its workers never report."""
 
-    def __init__(self, spec: ElasticJob) -> None:
+    def __init__(self, spec: ElasticJob, highest: int = -1) -> None:
+        """Begin a job; ``highest`` is the number of a server that lost masters have used."""
         self.now, self.exist = 0.0, set[str]()
         self.present = frozenset[str]()
         """The servers that the coordinator knows to exist."""
         self.desired = 0
         self.journal: DurableState | None = None
         self.job = Job(spec, Rules(), term=Term(1), now=0.0, wall=WALL)
+        if highest >= 0:
+            self.job.skip(0, -1, 0, highest)
         self.step()
 
     def step(self, *events: Event) -> list[Effect]:
@@ -152,6 +155,12 @@ def test_no_id_is_used_again_where_the_platform_forgets_what_has_ended() -> None
     assert run.events()[-1] == "NodeLost"
     # It was only late: it is not the one that had the rows, and ends.
     assert deleted(run.step(NodeSeen(NodeId("ps1"), near=True))) == {"ps1": 0.0}
+
+
+def test_servers_after_the_loss_of_a_journal_have_ids_that_no_map_names() -> None:
+    spec = parsed(replicas=2)
+    run = Run(spec, highest=3)
+    assert run.present == {"ps4", "ps5"}
 
 
 def test_a_server_whose_host_is_silent_is_replaced_and_gives_its_rows_away_if_it_comes_back() -> (
