@@ -114,3 +114,11 @@ def test_server_pods_are_lost_and_their_number_changes_and_no_push_is_lost(
     assert [wrong for _, wrong, _ in found.values()] == [0, 0]
     assert max(total for *_, total in found.values()) == sum(step for step, *_ in found.values())
     job.until(lambda: not servers(job), "the servers end after the workers")
+
+
+def test_no_server_stays_when_its_job_is_deleted(there: Watched, agent_image: str) -> None:
+    job = submit(there.cluster, there, ps_document(agent_image))
+    whole(job, "ps0", "ps1")
+    job.kubectl("delete", "elasticjob", "job", "--wait=false")
+    # Nobody takes their rows. They have 600 s, and do not use them.
+    there.until(lambda: not there.all("Pod"), "there is no Pod any more", within_s=150)
