@@ -39,6 +39,19 @@ RUN mkdir -p /top/opt/venv && /build/bin/pip --python /opt/venv/bin/python insta
         -c constraints.txt -r /build/operator.txt \
     && python3 -m compileall -q --invalidation-mode unchecked-hash /top/opt/venv
 
+# What a parameter server needs: its coordinator is in the master, its servers are in the agent's image.
+# Neither needs torch.
+FROM libraries AS ps-libraries
+RUN mkdir -p /top/opt/venv && /build/bin/python -c "import tomllib; \
+        p = tomllib.load(open('pyproject.toml', 'rb')); \
+        needed = p['project']['optional-dependencies']['ps']; \
+        print(*(one for one in needed if not one.startswith('torch')), sep='\n', \
+              file=open('/build/ps.txt', 'w'))" \
+    && /build/bin/pip --python /opt/venv/bin/python install \
+        --no-cache-dir --quiet --no-compile --root /top \
+        -c constraints.txt -r /build/ps.txt \
+    && python3 -m compileall -q --invalidation-mode unchecked-hash /top/opt/venv
+
 FROM libraries AS torch
 ARG TORCH=
 RUN mkdir -p /top/opt/venv && if [ -n "${TORCH}" ]; then \
@@ -71,6 +84,7 @@ WORKDIR /workspace
 COPY --from=libraries /opt/venv /opt/venv
 
 FROM user AS agent
+COPY --from=ps-libraries /top/opt/venv /opt/venv
 COPY --from=torch /top/opt/venv /opt/venv
 COPY --from=source /ours/opt/venv /opt/venv
 USER 65532:65532
@@ -86,6 +100,7 @@ COPY --from=source /ours/opt/venv /opt/venv
 USER 65532:65532
 
 FROM cluster-program AS master
+COPY --from=ps-libraries /top/opt/venv /opt/venv
 ENTRYPOINT ["dlrover-master"]
 
 FROM cluster-program AS operator

@@ -9,6 +9,7 @@ from pathlib import Path
 from dlrover_py.ps.client import PsClient
 from dlrover_py.ps.coordinator import Coordinator
 from dlrover_py.ps.cuts import CutDirectory, SavedCut
+from dlrover_py.ps.map_store import MapFile
 from dlrover_py.ps.planner import PlanRules
 from dlrover_py.ps.server import ParameterServer
 from dlrover_py.ps.wire import JobAccess
@@ -34,7 +35,7 @@ def servers(
     coordinator = Coordinator(
         "tests",
         TOKEN,
-        folder / "map.json",
+        MapFile(folder / "map.json"),
         rules,
         time.monotonic(),
         cuts=CutDirectory(cuts) if cuts else None,

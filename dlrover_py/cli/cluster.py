@@ -38,7 +38,7 @@ from dlrover_py.protocol.errors import (
     TransientError,
     UnreachableError,
 )
-from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.protocol.job import ElasticJob, scaled_to
 from dlrover_py.protocol.job_object import read_conditions, read_events, read_phase, read_status
 from dlrover_py.protocol.local import History
 from dlrover_py.protocol.reasons import ConditionReason, ConditionType
@@ -535,10 +535,14 @@ class ClusterJob:
 
     # --- Changes ---
 
-    def scale(self, replicas: int) -> str:
+    def scale(self, replicas: int, role: str = names.ROLE_WORKER) -> str:
         """Change the desired number of nodes; return a sentence about the new state.
 
         Only the spec is changed; the job's master adds or removes nodes later.
+
+        Args:
+            replicas: the desired number.
+            role: ``worker``, or ``ps`` for the servers of a parameter server.
 
         Raises:
             ConfigError: the job has ended, its spec cannot be used, or the number does not fit the
@@ -547,9 +551,12 @@ class ClusterJob:
         """
         if _ended(self.obj):
             raise ConfigError(f"{self.name} has ended; it cannot be scaled. Submit it again")
-        ElasticJob.read(self.obj).scaled(replicas)
-        self._patch({"spec": {"replicas": replicas}}, "scale")
-        return f"{self.name} is scaled to {counted(replicas, 'node')}"
+        ElasticJob.read(self.obj).scaled(replicas, role)
+        if role == names.ROLE_WORKER:
+            self._patch({"spec": {"replicas": replicas}}, "scale")
+        else:
+            self._patch({"spec": {"replicaSpecs": {role: {"replicas": replicas}}}})
+        return f"{self.name} is scaled to {scaled_to(replicas, role)}"
 
     def suspend(self, on: bool) -> str:
         """Suspend the job, or resume it; return a sentence about the new state.
@@ -713,7 +720,7 @@ class ClusterJob:
                 break
         if propagation == "Orphan":
             return
-        label, left = names.workers_of(self.name), set()
+        label, left = names.nodes_of(self.name), set()
         async for change in watching(self._cluster, PODS, self.namespace, labels=label):
             if isinstance(change, Listed):
                 left = {p["metadata"]["uid"] for p in change.items if _is_owned(p, uid)}

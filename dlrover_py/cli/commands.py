@@ -35,7 +35,7 @@ from dlrover_py.cli.settings import Settings, Target
 from dlrover_py.protocol import json_text
 from dlrover_py.protocol.errors import ConfigError, DLRoverError, ExitCode, UnreachableError
 from dlrover_py.protocol.job import CLUSTER_ONLY, INERT, ElasticJob
-from dlrover_py.protocol.names import NODE_ID
+from dlrover_py.protocol.names import NODE_ID, ROLE_WORKER, SERVER_PREFIX
 from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.sdk import MAX_LOADER_WORKERS, MAX_MICRO_BATCH
 from dlrover_py.protocol.status import JobPhase, date_time
@@ -995,22 +995,31 @@ def evidence(name: str | None, as_json: bool, target: Target) -> None:
 
 @job.command(cls=_NamesJobByFlag)
 @click.argument("replicas", type=NodeCount(min=1))
+@click.option(
+    "--role",
+    type=click.Choice([ROLE_WORKER, SERVER_PREFIX]),
+    default=ROLE_WORKER,
+    show_default=True,
+    help="Role of the nodes: ps are the servers of a parameter server.",
+)
 @of_job
 @target_options
-def scale(replicas: int, name: str | None, target: Target) -> None:
+def scale(replicas: int, role: str, name: str | None, target: Target) -> None:
     """Change the desired number of nodes.
 
-    The command returns when the request is accepted. The job's master then starts or ends nodes.
+    The command returns when the request is accepted. The job's master then starts or ends nodes. A
+    server that ends gives its rows to others first.
 
     \f
 
     Args:
         replicas: desired number of nodes.
+        role: role of the nodes: ``worker`` or ``ps``.
         name: name of the job; None for the only one.
         target: cluster that the flags name.
     """
     with selected_live_job(target, name) as job:
-        click.echo(job.scale(replicas))
+        click.echo(job.scale(replicas, role))
 
 
 @job.command()

@@ -74,7 +74,7 @@ def load_all(path: Path) -> list[JobDocument]:
     for root, document in _parsed(name, text):
         try:
             with _with_line_numbers(name, root):
-                job = ElasticJob.parse(document, servers=False)
+                job = ElasticJob.parse(document, on_cluster=True)
                 _check_images(job)
                 _check_deadline(job)
             found.append(JobDocument(document, job, _remarks(name, root, job)))

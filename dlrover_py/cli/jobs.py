@@ -311,9 +311,9 @@ class NamedJob:
             pause.wait(left)
         return phase
 
-    def scale(self, nodes: int) -> str:
-        """Request another number of nodes."""
-        return self._jobs.change(self.name, lambda job: job.scale(nodes))
+    def scale(self, nodes: int, role: str = names.ROLE_WORKER) -> str:
+        """Request another number of nodes of a role: ``worker`` or ``ps``."""
+        return self._jobs.change(self.name, lambda job: job.scale(nodes, role))
 
     def suspend(self) -> str:
         """Request that all nodes end, until the job is resumed."""

@@ -310,8 +310,8 @@ class RunningJob:
                 f"job {self.name} has just ended; see `dlrover job describe {self.name}`"
             ) from error
 
-    def scale(self, replicas: int) -> str:  # noqa: D102
-        return self.request(f"/v1/scale?replicas={replicas}")
+    def scale(self, replicas: int, role: str = names.ROLE_WORKER) -> str:  # noqa: D102
+        return self.request(f"/v1/scale?replicas={replicas}&role={role}")
 
     def suspend(self, on: bool) -> str:  # noqa: D102
         return self.request(f"/v1/suspend?on={'true' if on else 'false'}")

@@ -76,13 +76,18 @@ class JobHandle(Protocol):
 class LiveJobHandle(JobHandle, Protocol):
     """A job that can be changed."""
 
-    def scale(self, replicas: int) -> str:
+    def scale(self, replicas: int, role: str = "worker") -> str:
         """Request another number of nodes; return a sentence about the new state.
 
         It returns when the request is accepted. Nodes start or end later.
 
+        Args:
+            replicas: the desired number.
+            role: ``worker``, or ``ps`` for the servers of a parameter server.
+
         Raises:
-            ConfigError: the number does not fit the limits of the job, or the job has ended.
+            ConfigError: the number does not fit the limits of the job, the job has ended, or it has
+                no such role.
             DLRoverError: the job's cluster refuses the change, or does not answer.
         """
 

@@ -152,7 +152,7 @@ def server() -> None:
         from dlrover_py.ps.server import serve as serve_rows
         from dlrover_py.ps.settings import NodeSettings, read_access
     node = NodeSettings.from_environment()
-    serve_rows(read_access(node.access), node.id, node.lifeline)
+    serve_rows(read_access(node.access), node.id, node.lifeline, node.host)
 
 
 @ps.command()

@@ -57,7 +57,7 @@ from dlrover_py.protocol.errors import (
     ExitCode,
     FileLimitError,
 )
-from dlrover_py.protocol.job import OWN_ENV, ElasticJob, explain
+from dlrover_py.protocol.job import OWN_ENV, ElasticJob, explain, scaled_to
 from dlrover_py.protocol.local import (
     MAX_STATUS,
     CallDone,
@@ -916,9 +916,10 @@ def api(cluster: LocalCluster) -> FastAPI:
         return done(f"{cluster.job.metadata.name} may have {counted(wanted.nodes, 'node')}")
 
     @app.post("/v1/scale")
-    async def scale(replicas: int) -> Response:
-        cluster.replace_job(cluster.job.scaled(replicas))
-        return done(f"{cluster.job.metadata.name} is scaled to {counted(replicas, 'node')}")
+    async def scale(replicas: int, role: str = names.ROLE_WORKER) -> Response:
+        cluster.replace_job(cluster.job.scaled(replicas, role))
+        size = scaled_to(replicas, role)
+        return done(f"{cluster.job.metadata.name} is scaled to {size}")
 
     @app.post("/v1/suspend")
     async def suspend(on: bool) -> Response:

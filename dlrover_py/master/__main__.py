@@ -32,7 +32,7 @@ from dlrover_py.protocol import json_text
 from dlrover_py.protocol.errors import ConfigError, DLRoverError
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.local import MasterPorts
-from dlrover_py.protocol.names import JOURNAL_FILE, PS_MAP_FILE, journal_of
+from dlrover_py.protocol.names import JOURNAL_FILE, PS_MAP_FILE, journal_of, servers_of
 from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.telemetry import setup
 
@@ -73,6 +73,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--tls-key", type=Path, metavar="FILE", help="private key of the certificate")
     p.add_argument("--lifeline-fd", type=int, help="end when this pipe is closed")
     p.add_argument("--ps-fd", type=int, help="listening socket for a parameter server")
+    p.add_argument("--ps-listen", help="host:port for a parameter server in a cluster")
     p.add_argument("--ps-access", type=Path, help="file to write that says where that socket is")
     p.add_argument("--temporary", action="store_true", help="remove --state-dir at a normal end")
     p.add_argument(
@@ -151,14 +152,23 @@ async def _run(
                 pod=own.pod_name,
                 pod_uid=own.pod_uid,
             )
+            if args.ps_listen is not None:
+                from dlrover_py.master.map_secret import SecretMapStore
+
+                listener = stack.enter_context(listen(args.ps_listen))
+                secret = SecretMapStore(kube, namespace, servers_of(name), job_uid=own.job_uid)
+                servers = ServerMap(ServerPlace(listener, None, secret, token))
             settings = settings.model_copy(update={"publish_s": max(settings.publish_s, 1.0)})
         else:
             if args.state_dir is None:
                 raise ConfigError("--state-dir is needed: a folder for the journal")
             store = FileJournalStore(args.state_dir / JOURNAL_FILE)
             if args.ps_fd is not None:
-                place = inherited(args.ps_fd), args.ps_access, args.state_dir / PS_MAP_FILE
-                servers = ServerMap(ServerPlace(*place, token))
+                from dlrover_py.ps.map_store import MapFile
+
+                maps = MapFile(args.state_dir / PS_MAP_FILE)
+                place = ServerPlace(inherited(args.ps_fd), args.ps_access, maps, token)
+                servers = ServerMap(place)
             platform = (
                 LocalPlatform(args.cluster)
                 if args.cluster

@@ -518,12 +518,13 @@ class Loop:
             if journal is None:
                 self._job = Job(job, self._rules, term=term, now=now, wall=wall)
                 if known.term:
-                    self._job.skip(known.round, known.node, known.event)
+                    self._job.skip(known.round, known.node, known.event, known.server)
             else:
                 self._job = Job.resume(job, self._rules, journal, term=term, now=now, wall=wall)
             bind(job=job.metadata.name, term=self._job.state.term)
             log.info("term_started", extra={"round": self._job.state.round})
-            await self._servers.open(job)  # before a node begins
+            # Before a node begins.
+            await self._until_works("servers", lambda: self._servers.open(job))
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
                 tasks.create_task(self._servers.run())
@@ -648,8 +649,8 @@ class Loop:
                 self._restore_questions.answer(number, candidates)
             case ShardsAnswer(number, leases):
                 self._shard_questions.answer(number, leases)
-            case ServersPresent(servers):
-                self._servers.tell(servers)
+            case ServersPresent():
+                self._servers.tell(effect)
             case KeepEvidence():
                 self._evidence.keep(effect, lambda kept: self.add_events([kept]))
             case CreateNode(node_id, avoid, memory, stable):

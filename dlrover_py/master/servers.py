@@ -1,12 +1,11 @@
 """The coordinator of a job's parameter server, in a thread of the master.
 
-Its map is in a file beside the journal, and its socket outlives the master. So the next master goes
-on with the map, and servers and workers keep their connections' address. It begins when the master
-holds the journal: then no other coordinator runs.
+Its map is in a file beside the journal, or in a Secret, and its socket or Service outlives the
+master. So the next master goes on with the map, and servers and workers keep their connections'
+address. It begins when the master holds the journal: then no other coordinator runs.
 """
 
 import asyncio
-import hashlib
 import logging
 import socket
 import threading
@@ -15,10 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dlrover_py.master.core.events import ServersPresent
 from dlrover_py.protocol.job import ElasticJob, ServerSpec
 
 if TYPE_CHECKING:
     from dlrover_py.ps.coordinator import Coordinator
+    from dlrover_py.ps.map_store import MapStore
 
 log = logging.getLogger("master.servers")
 
@@ -32,10 +33,10 @@ class ServerPlace:
 
     listener: socket.socket
     """The socket at which servers and workers connect."""
-    access: Path
-    """The file to write that tells them where it is."""
-    state: Path
-    """The file of the map."""
+    access: Path | None
+    """The file to write that tells them where it is; None where they know the address."""
+    store: "MapStore"
+    """Where the map is kept."""
     token: str
     """The job's token. Workers get another one that is made from it."""
 
@@ -46,19 +47,20 @@ class ServerMap:
     def __init__(self, place: ServerPlace | None = None) -> None:
         """Take the place of the coordinator; None if there can be no servers. Nothing is begun."""
         self._place = place
-        self._present: frozenset[str] | None = None
+        self._present: ServersPresent | None = None
         self._over = threading.Event()
         self._coordinator: Coordinator | None = None
 
-    def tell(self, servers: frozenset[str]) -> None:
-        """Have the coordinator take note, soon, of all servers that exist."""
-        self._present = servers
+    def tell(self, present: ServersPresent) -> None:
+        """Have the coordinator take note, soon, of all servers that exist and are desired."""
+        self._present = present
 
     async def open(self, job: ElasticJob) -> None:
         """Read the map, and write the file that tells where the coordinator is.
 
         Raises:
             ConfigError: The map or the directory of cuts cannot be used.
+            TransientError: The map cannot be read now.
             OSError: The file cannot be written.
         """
         if self._place is not None and job.servers is not None:
@@ -82,19 +84,19 @@ class ServerMap:
         from dlrover_py.ps.coordinator import Coordinator
         from dlrover_py.ps.cuts import CutDirectory
         from dlrover_py.ps.planner import PlanRules
-        from dlrover_py.ps.settings import write_access
+        from dlrover_py.ps.settings import token_of, write_access
 
-        token = hashlib.blake2b(place.token.encode(), digest_size=16, person=b"dlrover-ps")
         self._coordinator = Coordinator(
             job,
-            token.hexdigest(),
-            place.state,
+            token_of(place.token),
+            place.store,
             PlanRules(spec.buckets, spec.size, spec.copies, AckMode(spec.ack)),
             time.monotonic(),
             cuts=CutDirectory(spec.checkpoints) if spec.checkpoints is not None else None,
             listener=place.listener,
         )
-        write_access(place.access, self._coordinator.access)
+        if place.access is not None:
+            write_access(place.access, self._coordinator.access)
 
     def _serve(self, coordinator: "Coordinator") -> None:
         told, problem = None, ""
@@ -105,7 +107,7 @@ class ServerMap:
                 try:
                     if present is not None and present is not told:
                         told = present
-                        coordinator.present(present)
+                        coordinator.present(frozenset(present.nodes), present.desired)
                     coordinator.receive(now)
                     coordinator.tick(now)
                 except OSError as error:  # pushes go on with the map that all have

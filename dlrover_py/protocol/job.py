@@ -82,6 +82,8 @@ SERVER_COMMAND: Final = ("dlrover", "ps", "server")
 """The command of a server. A role ``ps`` with another command is one of TensorFlow."""
 SERVERS: Final = "spec.replicaSpecs.ps"
 """The path of the role of the servers."""
+SERVER_TEMPLATE: Final = f"{SERVERS}.template"
+"""The path of the Pod template of the servers."""
 
 TEMPLATE: Final = "spec.replicaSpecs.worker.template"
 """The path of the Pod template of the nodes."""
@@ -413,8 +415,7 @@ class ReplicaSpec(Role):
     @property
     def template_hash(self) -> str:
         """Return a digest that distinguishes Pods of this template from Pods of another one."""
-        text = json.dumps(self.template, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return _digest(self.template)
 
     @property
     def memory(self) -> int:
@@ -471,6 +472,8 @@ class OtherSpec(Role):
 class ServerSpec(OtherSpec):
     """The servers of a parameter server. A role with another command is not supported."""
 
+    priority: Text | None = None
+    """Name of the priority class of Pods whose template has none. A number has no effect."""
     replicas: Int32 | None = None
     """Number of servers; 1 if absent. They take no part in rounds."""
     restart_count: Int32 | None = None
@@ -479,7 +482,7 @@ class ServerSpec(OtherSpec):
     template: dict[str, Any] | None = None
     """A Pod template whose command is ``dlrover ps server``."""
     replication: Annotated[int, Field(ge=1, le=2)] | None = None
-    """Number of copies of each row. If absent: 2, or 1 if there is one server only."""
+    """Number of copies of each row. If absent: 2, or 1 while there is one server only."""
     ack: Literal["primary", "backup"] = "backup"
     """The copies that must have a push before it is acknowledged: one, or all of them."""
     buckets: Annotated[int, Field(ge=1, le=65_536)] = 64
@@ -501,8 +504,8 @@ class ServerSpec(OtherSpec):
 
     @property
     def copies(self) -> int:
-        """Return the number of copies of each row."""
-        return min(2, self.size) if self.replication is None else self.replication
+        """Return the desired number of copies of each row. One server keeps one."""
+        return 2 if self.replication is None else self.replication
 
     @property
     def budget(self) -> int:
@@ -514,6 +517,27 @@ class ServerSpec(OtherSpec):
         """Return whether the command of the template is that of our servers."""
         return self._ours
 
+    @property
+    def priority_class(self) -> str:
+        """Return ``priorityClassName`` for a Pod whose template has none; empty for none."""
+        return "" if _NUMBER.fullmatch(self.priority or "") else self.priority or ""
+
+    @property
+    def template_hash(self) -> str:
+        """Return a digest that distinguishes Pods of this template from Pods of another one."""
+        return _digest(self.template)
+
+    def faults(self) -> list[TemplateFault]:
+        """Return the known places of the template that Kubernetes cannot read."""
+        return list(faults_of(self.template or {}, SERVER_TEMPLATE))
+
+    def main_container(self) -> int:
+        """Return the index of the container that runs the server.
+
+        It is the one named ``main``, or the only one.
+        """
+        return _main_of(_mapping(self.template))[0]
+
     def container(self) -> Container:
         """Return the container that runs the server.
 
@@ -524,16 +548,16 @@ class ServerSpec(OtherSpec):
         try:
             return Container.model_validate(found)
         except ValidationError as error:
-            where = f"{SERVERS}.template.spec.containers[{index}]"
+            where = f"{SERVER_TEMPLATE}.spec.containers[{index}]"
             raise ConfigError(explain(error, prefix=where)) from error
 
     def problems(self) -> list[str]:
         """Return what is wrong with the numbers, in words; empty if nothing is."""
         if self.size < 1:
             return ["replicas is 0: expected at least 1 server, or leave the role out"]
-        if self.copies > self.size:
+        if self.replication is not None and self.replication > self.size:
             return [
-                f"replication is {self.copies} and replicas is {self.size}: "
+                f"replication is {self.replication} and replicas is {self.size}: "
                 "expected replication ≤ replicas, as each copy is on another server"
             ]
         return []
@@ -729,9 +753,9 @@ class JobSpec(_Strict):
     distribution_strategy: (
         Literal["AllreduceStrategy", "ParameterServerStrategy", "CustomStrategy", "Local"] | None
     ) = None
-    """``AllreduceStrategy`` is supported, and on one machine ``ParameterServerStrategy`` with
-    servers of ours. The others are accepted and get the reason ``Unsupported``. If absent, the
-    roles decide. Cannot be changed."""
+    """``AllreduceStrategy`` is supported, and ``ParameterServerStrategy`` with servers of ours. The
+    others are accepted and get the reason ``Unsupported``. If absent, the roles decide. Cannot be
+    changed."""
     replica_specs: ReplicaSpecs
     suspend: bool = False
     """While this is true, all nodes are stopped and none is started."""
@@ -819,7 +843,7 @@ class ElasticJob(_Strict):
     Kubernetes it is ``status.allocation``."""
 
     @classmethod
-    def parse(cls, document: object, *, servers: bool = True) -> Self:
+    def parse(cls, document: object, *, on_cluster: bool = False) -> Self:
         """Return the job in a document that was read from a file, or refuse it.
 
         Unknown fields are refused, but not those within a Pod template. Nothing is asked of a
@@ -827,7 +851,7 @@ class ElasticJob(_Strict):
 
         Args:
             document: what was read.
-            servers: whether a role ``ps`` can be run where the job is to run.
+            on_cluster: whether the job is to run in a cluster, where servers can do less.
 
         Raises:
             UnsupportedError: the kind of training is not supported yet.
@@ -848,7 +872,7 @@ class ElasticJob(_Strict):
             raise ConfigError("allocation: unknown field; the allocator of the cluster writes it")
         if "badHosts" in document:
             raise ConfigError("badHosts: unknown field; the operator of the cluster writes it")
-        job = cls._checked(document, "forbid", servers=servers)
+        job = cls._checked(document, "forbid", on_cluster=on_cluster)
         wrong = [fault for fault in job.template_faults() if not fault.unknown]
         wrong = wrong or list(
             reference_faults(job.worker.template["spec"], f"{TEMPLATE}.spec", names.NODE_VOLUME)
@@ -876,7 +900,7 @@ class ElasticJob(_Strict):
         # What an earlier master has accepted has these beside its spec.
         told = {"allocation": cls.allocation_in(obj), "badHosts": cls._bad_hosts_in(obj)}
         told = {name: one for name, one in told.items() if one is not None}
-        return cls._checked(obj | told, "ignore", servers=False)
+        return cls._checked(obj | told, "ignore", on_cluster=True)
 
     @staticmethod
     def allocation_in(obj: dict[str, Any]) -> NodeAllocation | None:
@@ -922,21 +946,21 @@ class ElasticJob(_Strict):
 
     @classmethod
     def _checked(
-        cls, document: dict[str, Any], extra: Literal["forbid", "ignore"], *, servers: bool
+        cls, document: dict[str, Any], extra: Literal["forbid", "ignore"], *, on_cluster: bool
     ) -> Self:
         """Return the job in a document of either kind, or refuse it.
 
         Args:
             document: the document.
             extra: what happens to unknown fields.
-            servers: whether the role ``ps`` can be run.
+            on_cluster: whether the job is to run in a cluster.
 
         Raises:
             UnsupportedError: the kind of training is not supported yet.
             ConfigError: the document is invalid.
         """
         _check_depth(document)
-        unsupported = _unsupported(document, servers=servers)
+        unsupported = _unsupported(document, on_cluster=on_cluster)
         if unsupported:
             raise UnsupportedError(unsupported)
         try:
@@ -958,9 +982,7 @@ class ElasticJob(_Strict):
     def template_faults(self) -> list[TemplateFault]:
         """Return the known places of all Pod templates that Kubernetes cannot read."""
         found = [*self.worker.faults(), *self.master_faults()]
-        if self.servers is not None and self.servers.template is not None:
-            found += faults_of(self.servers.template, f"{SERVERS}.template")
-        return found
+        return found + (self.servers.faults() if self.servers is not None else [])
 
     def master_faults(self) -> list[TemplateFault]:
         """Return the known places of the master's Pod template that Kubernetes cannot read."""
@@ -1022,14 +1044,23 @@ class ElasticJob(_Strict):
             return self.servers.container()
         return self.worker.container()
 
-    def scaled(self, replicas: int) -> Self:
+    def scaled(self, replicas: int, role: str = names.ROLE_WORKER) -> Self:
         """Return this job with another desired number of nodes, one generation later.
 
         The same number gives this job itself. Nothing is sent.
 
+        Args:
+            replicas: the desired number.
+            role: ``worker``, or ``ps`` for the servers of a parameter server.
+
         Raises:
-            ConfigError: the number does not fit the limits or the unit.
+            ConfigError: the number does not fit the limits or the unit, or the job has no such
+                role.
         """
+        if role == names.SERVER_PREFIX:
+            return self._with_servers(replicas)
+        if role != names.ROLE_WORKER:
+            raise ConfigError(f"found the role {role!r}: expected worker or ps")
         old = self.worker
         worker = old.model_copy(
             update={
@@ -1045,6 +1076,29 @@ class ElasticJob(_Strict):
             raise ConfigError("\n".join(f"cannot scale to {replicas}: {p}" for p in problems))
         specs = self.spec.replica_specs.model_copy(update={"worker": worker})
         return self.changed(self.spec.model_copy(update={"replica_specs": specs}))
+
+    def _with_servers(self, replicas: int) -> Self:
+        old = self.servers
+        if old is None:
+            raise ConfigError(
+                f"{self.metadata.name} has no role ps, so it has no servers to scale: expected "
+                f"{SERVERS} in its job file"
+            )
+        servers = old.model_copy(update={"replicas": replicas})
+        problems = servers.problems()
+        if not 1 <= replicas <= MAX_REPLICAS:
+            problems = [f"expected 1 to {MAX_REPLICAS} replicas"]
+        if problems:
+            raise ConfigError("\n".join(f"cannot scale to {replicas}: {p}" for p in problems))
+        specs = self.spec.replica_specs.model_copy(update={"ps": servers})
+        return self.changed(self.spec.model_copy(update={"replica_specs": specs}))
+
+    def differs_in_servers_only(self, other: Self) -> bool:
+        """Return whether the specs of two jobs are equal but for the role ``ps``."""
+        role = other.spec.replica_specs.ps
+        specs = self.spec.replica_specs.model_copy(update={"ps": role})
+        same = self.spec.model_copy(update={"replica_specs": specs}) == other.spec
+        return same and self.spec.replica_specs.ps != role
 
     def suspended(self, suspend: bool) -> Self:
         """Return this job with ``spec.suspend`` set, one generation later.
@@ -1320,6 +1374,11 @@ def _containers(template: dict[str, Any]) -> list[Any]:
     return containers if isinstance(containers, list) else []
 
 
+def scaled_to(replicas: int, role: str) -> str:
+    """Return a desired number of nodes of a role, in words."""
+    return counted(replicas, "server" if role == names.SERVER_PREFIX else "node")
+
+
 def _serves(template: object) -> bool:
     """Return whether the command of a Pod template is ``dlrover ps server``."""
     _, container = _main_of(_mapping(template))
@@ -1330,14 +1389,19 @@ def _serves(template: object) -> bool:
     )
 
 
-def _unsupported(document: dict[str, Any], *, servers: bool) -> str:
+def _digest(template: object) -> str:
+    """Return a digest that distinguishes a Pod template from others."""
+    return hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _unsupported(document: dict[str, Any], *, on_cluster: bool) -> str:
     """Return why a valid job cannot be run; empty if it can. It is checked before anything else.
 
     It is also empty for a document whose ``spec`` is no mapping, which a later check refuses.
 
     Args:
         document: the job.
-        servers: whether the role ``ps`` can be run, with a command of ours.
+        on_cluster: whether it is to run in a cluster.
     """
     spec = document.get("spec")
     if not isinstance(spec, dict):
@@ -1346,10 +1410,19 @@ def _unsupported(document: dict[str, Any], *, servers: bool) -> str:
     others = [r for r in OTHER_ROLES if isinstance(roles, dict) and _has_nodes(roles.get(r))]
     strategy = spec.get("distributionStrategy")
     ours = isinstance(roles, dict) and _serves(_mapping(roles.get("ps")).get("template"))
-    if ours and servers and others in ([], ["ps"]):
+    if ours and others in ([], ["ps"]):
         others, strategy = [], None if strategy == PARAMETER_SERVER else strategy
-    elif ours and others == ["ps"]:
-        return f"{SERVERS}: servers run on one machine only so far: use `dlrover job run`"
+        labels = _mapping(_mapping(document.get("metadata")).get("labels"))
+        if on_cluster and names.LABEL_QUEUE in labels:
+            return (
+                f"{SERVERS}: found the label {names.LABEL_QUEUE}: a queue does not count servers "
+                "yet, so a job in a queue cannot have them"
+            )
+        if on_cluster and _mapping(_mapping(roles).get("ps")).get("checkpoints") is not None:
+            return (
+                f"{SERVERS}.checkpoints: not supported in a cluster yet, as the master cannot "
+                "reach the directory: leave it out"
+            )
     supported = f"only {ALLREDUCE} with the role worker is supported"
     if others:
         named = f"found the role{'s' if len(others) > 1 else ''} {', '.join(others)}"

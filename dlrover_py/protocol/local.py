@@ -15,7 +15,7 @@ PUT       /v1/status                   publish the master's
 PUT       /v1/nodes/{id}               create a node, now or when there is a free host
 DELETE    /v1/nodes/{id}?grace_s=      end the node
 PUT       /v1/allocation               change how many hosts of a shared cluster the job has
-POST      /v1/scale?replicas=          change the desired number of nodes
+POST      /v1/scale?replicas=&role=    change the desired number of nodes of a role
 POST      /v1/suspend?on=              set ``spec.suspend``
 POST      /v1/restart?at=&rolling=     set ``spec.restart``
 POST      /v1/snapshot?at=             set ``spec.diagnosis.snapshot``

@@ -89,7 +89,7 @@ ENV_NODE_RANK: Final = "NODE_RANK"
 ENV_NODE_NUM: Final = "NODE_NUM"
 """Desired number of nodes when the Pod was created."""
 ENV_NODE_TYPE: Final = "NODE_TYPE"
-"""Role of the node: always ``worker``."""
+"""Role of the node: ``worker`` or ``ps``."""
 ENV_NODE_IP: Final = "NODE_IP"
 """Address of the node."""
 ENV_POD_NAME: Final = "POD_NAME"
@@ -132,7 +132,8 @@ ENV_CHECKPOINT: Final = "DLROVER_CHECKPOINT"
 ENV_LOADER: Final = "DLROVER_LOADER"
 """The settings of data loaders as JSON: :class:`~dlrover_py.protocol.agents.LoaderSettings`."""
 ENV_PS: Final = "DLROVER_PS"
-"""File that says where the job's parameter server is; only its owner can read it."""
+"""File that says where the job's parameter server is; only its owner can read it. In a Pod it is
+the address of its coordinator, ``tcp://HOST:PORT``."""
 ENV_SHM_DIR: Final = "DLROVER_SHM_DIR"
 """Directory in which agents have their shared-memory pools; ``/dev/shm`` if it is not set."""
 
@@ -167,6 +168,8 @@ PRIVATE_ENV: Final = (ENV_TOKEN_FILE, ENV_LIFELINE_FD)
 # --- The master ---
 MASTER_PORT: Final = 50001
 """Default port of the master: DLRover's."""
+SERVERS_PORT: Final = 50002
+"""Port of the master for servers and workers of a parameter server."""
 MASTER_NAME: Final = "dlrover-master"
 """The name in the master's certificate, since agents connect to its address."""
 
@@ -195,7 +198,7 @@ LABEL_APP: Final = "app"
 APP: Final = "dlrover"
 """Value of ``LABEL_APP``."""
 ROLE_WORKER: Final = "worker"
-"""Value of ``LABEL_ROLE`` for a node's Pod."""
+"""Value of ``LABEL_ROLE`` for the Pod of a node with workers. That of a server is ``ps``."""
 ROLE_MASTER: Final = "dlrover-master"
 """Value of ``LABEL_ROLE`` for the master's Pod."""
 
@@ -212,6 +215,8 @@ HEALTH_PORT: Final = 8080
 """Port of the health endpoint."""
 AGENTS_PORT_NAME: Final = "agents"
 """Name of the master's port for agents."""
+SERVERS_PORT_NAME: Final = "servers"
+"""Name of the master's port for servers of a parameter server."""
 HEALTH_PORT_NAME: Final = "health"
 """Name of the port of the health endpoint."""
 TOKEN_MOUNT: Final = "/var/run/dlrover/token"
@@ -276,6 +281,11 @@ def journal_of(job: str) -> str:
     return f"elasticjob-{job}-journal"
 
 
+def servers_of(job: str) -> str:
+    """Return the name of the Secret in which the master keeps the map of a parameter server."""
+    return f"elasticjob-{job}-servers"
+
+
 def pod_of(job: str, node: NodeId) -> str:
     """Return the name of a node's Pod."""
     return f"{job}-{node}"
@@ -284,6 +294,11 @@ def pod_of(job: str, node: NodeId) -> str:
 def workers_of(job: str) -> str:
     """Return the label selector of a job's worker Pods."""
     return f"{LABEL_JOB}={job},{LABEL_ROLE}={ROLE_WORKER}"
+
+
+def nodes_of(job: str) -> str:
+    """Return the label selector of the Pods of all nodes of a job: workers and servers."""
+    return f"{LABEL_JOB}={job},{LABEL_ROLE} in ({ROLE_WORKER},{SERVER_PREFIX})"
 
 
 def owner(job: str, uid: str) -> dict[str, object]:

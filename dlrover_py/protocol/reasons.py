@@ -297,7 +297,8 @@ class ConditionReason(StrEnum):
     ``python train.py``), or it starts another launcher inside it. Each node, or each worker, would
     train alone. The job is run anyway."""
     UNSUPPORTED = "Unsupported"
-    """``Accepted``, Warning event: The spec has parameter servers or TensorFlow roles."""
+    """``Accepted``, Warning event: The spec has TensorFlow roles, or servers with a field that a
+    cluster does not support yet."""
     INVALID_SPEC = "InvalidSpec"
     """``Accepted``, Warning event: A newer or older CRD let through a value that this operator
     cannot read."""

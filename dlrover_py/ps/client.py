@@ -35,7 +35,7 @@ from dlrover_py.ps.session import PendingRequests, SendPart
 from dlrover_py.ps.settings import Settings, read_access
 from dlrover_py.ps.specs import Formats, RowFormat, TableSpec
 from dlrover_py.ps.store import Payload
-from dlrover_py.ps.wire import JobAccess, WireError, decode, send
+from dlrover_py.ps.wire import JobAccess, WireError, decode, new_context, send
 
 MAX_REQUEST_BYTES = 256 << 20
 """Bytes of the arrays of one request."""
@@ -351,7 +351,7 @@ class PsClient:
     # --- The thread ---
 
     def _run(self) -> None:
-        context = zmq.Context()
+        context = new_context(ipv6="[" in self._address)
         poller = zmq.Poller()
         poller.register(self._wake_read, zmq.POLLIN)
         sockets: dict[str, Any] = {}
@@ -609,12 +609,12 @@ def connect(
         ConfigError: There is no such file.
     """
     settings = Settings.from_environment()
-    path = access or settings.access
-    if path is None:
+    where = access or settings.access
+    if not where:
         raise ConfigError(
             "DLROVER_PS is not set: start the script with `dlrover ps serve -- COMMAND`"
         )
-    return PsClient(read_access(path), name or f"worker-{settings.rank}", timeout_s=timeout_s)
+    return PsClient(read_access(where), name or f"worker-{settings.rank}", timeout_s=timeout_s)
 
 
 def _covers(part: _TableRows, buckets: tuple[int, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""The coordinator of a job's servers: the sockets and the file of one planner.
+"""The coordinator of a job's servers: the sockets and the stored map of one planner.
 
 A new map is stored before anyone gets it, so a later coordinator goes on where this one ended.
 """
@@ -7,7 +7,6 @@ import contextlib
 import os
 import socket as sockets
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,9 +17,10 @@ from dlrover_py.protocol.errors import CheckpointError, ConfigError, SupersededE
 from dlrover_py.ps import messages as m
 from dlrover_py.ps.cluster_map import ClusterMap, CutPlace
 from dlrover_py.ps.cuts import CutDirectory, SavedCut
+from dlrover_py.ps.map_store import MapStore
 from dlrover_py.ps.meetings import Meetings
 from dlrover_py.ps.planner import Planner, PlanRules
-from dlrover_py.ps.wire import MAX_BODY_BYTES, JobAccess, WireError, decode, send
+from dlrover_py.ps.wire import MAX_BODY_BYTES, JobAccess, WireError, decode, new_context, send
 
 FORGET_S = 60.0
 """Seconds of silence after which a connection gets no more maps. Workers ask more often."""
@@ -48,7 +48,7 @@ class Coordinator:
         self,
         job: str,
         token: str,
-        state: Path,
+        store: MapStore,
         rules: PlanRules,
         now: float,
         *,
@@ -61,22 +61,23 @@ class Coordinator:
         Args:
             job: Name of the job.
             token: The job's secret.
-            state: File of the map.
+            store: Where the map is kept.
             rules: How buckets are kept.
             now: The time in seconds.
             cuts: Where cuts are saved. None: nowhere.
             source: The cut that the first servers read, unless there is a stored map.
-            listener: A socket that listens on the loopback device. It stays open for the next
-                coordinator, so programs of the job keep its address. None: a new one.
+            listener: A socket that listens. It stays open for the next coordinator, so programs of
+                the job keep its address. None: a new one on the loopback device.
 
         Raises:
-            ConfigError: The rules are wrong, or the file is not the map of this job.
+            ConfigError: The rules are wrong, or the stored document is not the map of this job.
+            TransientError: The map cannot be read now.
         """
         rules.check()
-        self._state = state
+        self._store = store
         if source is not None:
             rules = replace(rules, buckets=source.buckets)
-        start = _first_map(ClusterMap(job, ack=rules.ack), state, source)
+        start = _first_map(ClusterMap(job, ack=rules.ack), store, source)
         self._cuts = cuts
         self._cut: _Cut | None = None
         self._newest = source.place if source is not None else None
@@ -84,7 +85,7 @@ class Coordinator:
         self._meetings = Meetings()
         self._renew_at = now
         self.planner = Planner(start, rules, now)
-        self._context = zmq.Context()
+        self._context = new_context()
         self.socket = self._context.socket(zmq.ROUTER)
         self.socket.linger = 0
         self.socket.maxmsgsize = MAX_BODY_BYTES  # whoever reaches it could fill the memory
@@ -145,13 +146,18 @@ class Coordinator:
         self.planner.lost(server)
         self.publish()
 
-    def present(self, servers: frozenset[str]) -> None:
+    def present(self, servers: frozenset[str], desired: int) -> None:
         """Take note of all servers that exist. Any other one has ended, with all its rows.
 
         From now on, nothing is heard from a server that is not among them: what it sent before its
         end may arrive late.
+
+        Args:
+            servers: The servers that exist.
+            desired: The desired number of servers. Rows are placed first when so many have come.
         """
         self._present = servers
+        self.planner.expect(desired)
         known = self.planner.map
         members = {one.primary for one in known.placements if not one.lost}
         for server in sorted((known.servers.keys() | members) - servers):
@@ -166,12 +172,7 @@ class Coordinator:
         """
         if self.planner.map.epoch == self._published:
             return
-        fresh = self._state.with_suffix(".new")
-        with fresh.open("wb") as file:
-            file.write(msgspec.json.encode(self.planner.map))
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.rename(self._state)
+        self._store.write(msgspec.json.encode(self.planner.map))
         self._published = self.planner.map.epoch
         for route in self._routes:
             self._send(route, m.MapNews(self.planner.map))
@@ -199,6 +200,7 @@ class Coordinator:
                 epoch = -1  # the answer is a map in any case
             case m.Drain():
                 planner.drain(message.server)
+                epoch = -1  # whoever leaves must hear that there is a coordinator
             case m.Meet():
                 self._on_meet(route, message, now)
                 return
@@ -319,24 +321,27 @@ class Coordinator:
             send(self.socket, message, [], self._key, route)
 
 
-def _first_map(empty: ClusterMap, state: Path, source: SavedCut | None) -> ClusterMap:
+def _first_map(empty: ClusterMap, store: MapStore, source: SavedCut | None) -> ClusterMap:
     """Return the map to begin with.
 
     Args:
         empty: The map of a job that begins.
-        state: File of a stored map, which counts if it exists.
+        store: Where a map may be stored. It counts if there is one.
         source: The cut that servers are to read, if there is no stored map.
 
     Raises:
-        ConfigError: The file is not the map of this job.
+        ConfigError: The stored document is not the map of this job.
+        TransientError: It cannot be read now.
     """
-    if state.exists():
+    document = store.read()
+    if document is not None:
+        expected = f"{store.name}: expected the map of job {empty.job}"
         try:
-            stored = msgspec.json.decode(state.read_bytes(), type=ClusterMap)
+            stored = msgspec.json.decode(document, type=ClusterMap)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{state}: expected the map of job {empty.job}: {error}") from error
+            raise ConfigError(f"{expected}: {error}") from error
         if stored.job != empty.job:
-            raise ConfigError(f"{state}: expected the map of job {empty.job}, found {stored.job}'s")
+            raise ConfigError(f"{expected}, found {stored.job}'s")
         # Workers ask again for what was being saved. Servers must learn that it was given up.
         return replace(stored, cut=None, epoch=stored.epoch + (stored.cut is not None))
     if source is None:

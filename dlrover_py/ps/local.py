@@ -18,6 +18,7 @@ from dlrover_py.protocol.errors import ConfigError, UnreachableError
 from dlrover_py.ps.cluster_map import ClusterMap
 from dlrover_py.ps.coordinator import Coordinator
 from dlrover_py.ps.cuts import CutDirectory, SavedCut
+from dlrover_py.ps.map_store import MapFile
 from dlrover_py.ps.planner import PlanRules
 from dlrover_py.ps.settings import write_access
 
@@ -73,7 +74,7 @@ class LocalServers:
         state.unlink(missing_ok=True)
         token = secrets.token_hex(16)
         self._coordinator = Coordinator(
-            job, token, state, rules, time.monotonic(), cuts=cuts, source=source
+            job, token, MapFile(state), rules, time.monotonic(), cuts=cuts, source=source
         )
         self.access = folder / "access.json"
         """The file with which workers connect."""

@@ -81,6 +81,11 @@ class Planner:
             self._set(servers=self.map.servers | {server: address})
             self._plan()
 
+    def expect(self, servers: int) -> None:
+        """Take another number of servers that must have come before buckets are placed."""
+        self.rules = replace(self.rules, servers=max(1, servers))
+        self._plan()
+
     def lost(self, server: str) -> None:
         """Note that the process of a server has ended, with all its rows."""
         if server in self.map.servers:

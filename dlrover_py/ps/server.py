@@ -24,13 +24,17 @@ from dlrover_py.ps.replication import Replica
 from dlrover_py.ps.settings import read_access
 from dlrover_py.ps.store import Payload, Store
 from dlrover_py.ps.transfer import CutReader, CutWriter
-from dlrover_py.ps.wire import JobAccess, WireError, decode, send
+from dlrover_py.ps.wire import JobAccess, WireError, decode, new_context, send
 
 ALIVE_S = 0.5
 """Seconds between two messages to the coordinator."""
 TICK_S = 0.05
 BUSY_S = 0.002
 """Seconds between two looks at a thread that writes or reads a cut."""
+ALONE_S = 30.0
+"""Seconds without a coordinator after which a server that leaves ends with the rows that it has.
+
+Its job was deleted, or it could not give rows away in the time that Kubernetes gives a Pod."""
 RETRY_S = 1.0
 """Seconds after which a cut that could not be read is read again."""
 _LOG = logging.getLogger(__name__)
@@ -40,16 +44,25 @@ _LOG.addFilter(telemetry.RepeatFilter())
 class ParameterServer:
     """The sockets of one server, and its machine."""
 
-    def __init__(self, access: JobAccess, server: str, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        access: JobAccess,
+        server: str,
+        host: str = "127.0.0.1",
+        *,
+        alone_s: float = ALONE_S,
+    ) -> None:
         """Open the sockets.
 
         Args:
             access: The job.
             server: Id of this life of the server.
             host: The address of this machine that others reach.
+            alone_s: Seconds without a coordinator after which a server that leaves ends.
         """
-        self._key, self._id = access.key, server
-        self._context = zmq.Context()
+        self._key, self._id, self._alone_s = access.key, server, alone_s
+        host = f"[{host}]" if ":" in host else host
+        self._context = new_context(ipv6="[" in host)
         self._inbox = self._context.socket(zmq.ROUTER)
         self._inbox.linger = 0
         self._inbox.maxmsgsize = 1 << 30
@@ -69,8 +82,10 @@ class ParameterServer:
         self._said: tuple[m.Alive, list[m.CutPart | m.CutFailed]] | None = None
         self._stopped = False
         self._lifeline = -1
-        self.leaving = False
-        """Whether the server gives its buckets away."""
+        self._heard_at = time.monotonic()
+        """When the coordinator was heard last; it answers whoever leaves."""
+        self._left_at = 0.0
+        """When the server began to leave; 0 if it stays."""
 
     def end_with(self, lifeline: int) -> None:
         """Let :meth:`run` end as soon as the other end of a pipe is closed.
@@ -81,6 +96,13 @@ class ParameterServer:
         self._lifeline = lifeline
         self._poller.register(lifeline, zmq.POLLIN)
 
+    def leave(self) -> None:
+        """Let :meth:`run` give all buckets away, and then end.
+
+        Without a coordinator, it ends after ``alone_s``.
+        """
+        self._left_at = self._left_at or time.monotonic()
+
     def stop(self) -> None:
         """Let :meth:`run` end soon, without giving buckets away."""
         self._stopped = True
@@ -90,7 +112,7 @@ class ParameterServer:
         self._context.destroy(linger=0)
 
     def run(self) -> None:
-        """Serve until all buckets are given away, after :attr:`leaving` was set."""
+        """Serve until all buckets are given away, after :meth:`leave`."""
         self._say_alive()
         alive_at = tick_at = 0.0
         while not self._stopped and not self._has_left():
@@ -118,10 +140,12 @@ class ParameterServer:
         return socket
 
     def _has_left(self) -> bool:
+        if not self._left_at:
+            return False
         known = self._replica.map if self._replica is not None else None
-        return self.leaving and not (
-            known and any(self._id in placement.members for placement in known.placements)
-        )
+        if not known or not any(self._id in one.members for one in known.placements):
+            return True
+        return time.monotonic() - max(self._left_at, self._heard_at) > self._alone_s
 
     def _state(self) -> tuple[m.Alive, list[m.CutPart | m.CutFailed]]:
         """Return what the coordinator must know."""
@@ -138,7 +162,7 @@ class ParameterServer:
         self._send(self._coordinator, alive, [])
         for one in written:
             self._send(self._coordinator, one, [])
-        if self.leaving:
+        if self._left_at:
             self._send(self._coordinator, m.Drain(self._id), [])
 
     # --- Cuts ---
@@ -216,6 +240,7 @@ class ParameterServer:
             self._send_all()
 
     def _from_coordinator(self, message: Any) -> None:
+        self._heard_at = time.monotonic()
         if isinstance(message, m.MapNews):
             if self._replica is None and message.map.placements:
                 self._store = Store(len(message.map.placements))
@@ -296,21 +321,22 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def serve(access: JobAccess, name: str, lifeline: int = -1) -> None:
+def serve(access: JobAccess, name: str, lifeline: int = -1, host: str = "127.0.0.1") -> None:
     """Run a server until it has given its buckets away, after SIGTERM, or is killed.
 
     Args:
         access: The job.
         name: Id of this life of the server.
         lifeline: Descriptor of a pipe; the server ends when its other end is closed. -1: none.
+        host: The address of this machine that others reach.
     """
     telemetry.setup("ps-server", level=telemetry.wished_level("WARNING"))
-    server = ParameterServer(access, name)
+    server = ParameterServer(access, name, host)
     if lifeline >= 0:
         server.end_with(lifeline)
 
     def leave(_number: int, _frame: Any) -> None:
-        server.leaving = True
+        server.leave()
 
     signal.signal(signal.SIGTERM, leave)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program that started it

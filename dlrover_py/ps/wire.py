@@ -38,6 +38,25 @@ _DTYPES = {
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in get_args(messages.Message)}
 
 
+BEAT_MS, SILENCE_MS, CONNECT_MS = 1000, 5000, 3000
+"""Milliseconds between two signs of life on a connection, until a silent connection is made again,
+and of an attempt to connect. A Pod that was removed sends nothing that ends its connections."""
+
+
+def new_context(*, ipv6: bool = False) -> "zmq.Context[Any]":
+    """Return a context whose sockets notice by themselves that the other end is gone.
+
+    Args:
+        ipv6: Whether addresses may be of IPv6.
+    """
+    context: zmq.Context[Any] = zmq.Context()
+    context.setsockopt(zmq.HEARTBEAT_IVL, BEAT_MS)
+    context.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
+    context.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
+    context.setsockopt(zmq.IPV6, int(ipv6))
+    return context
+
+
 class WireError(DLRoverError):
     """A message cannot be used; nothing was done."""
 

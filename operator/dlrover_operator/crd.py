@@ -111,6 +111,16 @@ def schema() -> Schema:
             "worker.replicas is 0: expected at least 1",
         ),
     ]
+    # The master opens the port of the servers when it starts, and reads these fields then.
+    roles["x-kubernetes-validations"].append(
+        _rule(
+            "has(self.ps) == has(oldSelf.ps)",
+            "ps cannot be added or removed; delete the job and create it again",
+        )
+    )
+    roles["properties"]["ps"]["x-kubernetes-validations"] = [
+        _fixed(field) for field in ("replication", "ack", "buckets", "checkpoints")
+    ]
     roles["properties"]["worker"]["properties"]["replicas"]["minimum"] = 0
     roles["properties"]["worker"]["x-kubernetes-validations"] = list(_of_worker())
     status = _convert(ElasticJobStatus.model_json_schema(by_alias=True), ElasticJobStatus, LENIENT)

@@ -678,7 +678,7 @@ class Operator:
         Raises:
             KubeError: The API server refuses the call, or does not answer.
         """
-        listed = await self._api.list(kinds.PODS, key[0], labels=names.workers_of(key[1]))
+        listed = await self._api.list(kinds.PODS, key[0], labels=names.nodes_of(key[1]))
         seen = (WorkerPod.of(pod, job["metadata"]["uid"]) for pod in listed)
         return tuple(pod for pod in seen if pod is not None)
 

@@ -80,20 +80,23 @@ class MasterCredentials:
 def role(job: ElasticJob) -> Obj:
     """Return the Role of a master: access to Pods of its namespace, its journal and its job.
 
-    The master may also create events. Of the Secrets it may read and change only its journal.
+    The master may also create events. Of the Secrets it may read and change only its journal, and
+    the map of the job's servers.
     """
     name = job.metadata.name
 
-    def allow(group: str, resources: list[str], verbs: list[str], only: str = "") -> Obj:
-        """Return one rule; ``only`` restricts it to the object of this name."""
+    def allow(group: str, resources: list[str], verbs: list[str], *only: str) -> Obj:
+        """Return one rule; ``only`` restricts it to the objects of these names."""
         rule: Obj = {"apiGroups": [group], "resources": resources, "verbs": verbs}
-        return rule | ({"resourceNames": [only]} if only else {})
+        return rule | ({"resourceNames": list(only)} if only else {})
+
+    own = [names.journal_of(name), *([names.servers_of(name)] if job.servers is not None else [])]
 
     jobs = names.PLURAL
     rules = [
         allow("", ["pods"], ["get", "list", "watch", "create", "delete"]),
         allow("", ["pods/log"], ["get"]),
-        allow("", ["secrets"], ["get", "update"], names.journal_of(name)),
+        allow("", ["secrets"], ["get", "update"], *own),
         allow("", ["events"], ["create"]),
         allow(names.GROUP, [jobs], ["get", "list", "watch"], name),
         allow(names.GROUP, [f"{jobs}/status"], ["get", "patch"], name),
@@ -122,11 +125,12 @@ def service_account(job: ElasticJob) -> Obj:
 def network_policy(job: ElasticJob) -> Obj:
     """Return the NetworkPolicy of the master.
 
-    Only Pods of the job may reach the port for agents. With ``hostNetwork``, any peer may, because
-    such Pods have the address of their host. Health and metrics are open to all Pods of the
-    cluster.
+    Only Pods of the job may reach the ports for agents and servers. With ``hostNetwork``, any peer
+    may, because such Pods have the address of their host. Health and metrics are open to all Pods
+    of the cluster.
     """
-    agents: Obj = {"ports": [{"protocol": "TCP", "port": names.MASTER_PORT}]}
+    open_ports = [names.MASTER_PORT, *([names.SERVERS_PORT] if job.servers is not None else [])]
+    agents: Obj = {"ports": [{"protocol": "TCP", "port": port} for port in open_ports]}
     if not _spec(job.worker.template).get("hostNetwork"):  # such Pods have the node's address
         agents["from"] = [_of_job(job)]
     health = {"ports": [{"protocol": "TCP", "port": names.HEALTH_PORT}]}
@@ -139,14 +143,22 @@ def network_policy(job: ElasticJob) -> Obj:
 
 
 def workers_network_policy(job: ElasticJob) -> Obj:
-    """Return the NetworkPolicy by which only Pods of the job may reach its workers.
+    """Return the NetworkPolicy by which only Pods of the job may reach its workers and servers.
 
     It is needed because the rendezvous store, gloo and NCCL do not authenticate their peers. With
     ``hostNetwork`` it allows all peers, because a policy cannot select such Pods.
     """
+    selector: Obj = {"matchLabels": _selector(job, names.ROLE_WORKER)}
+    if job.servers is not None:
+        values = [names.ROLE_WORKER, names.SERVER_PREFIX]
+        roles: Obj = {"key": names.LABEL_ROLE, "operator": "In", "values": values}
+        selector = {
+            "matchLabels": {names.LABEL_JOB: job.metadata.name},
+            "matchExpressions": [roles],
+        }
     on_host = _spec(job.worker.template).get("hostNetwork")  # a policy cannot select such Pods
     spec = {
-        "podSelector": {"matchLabels": _selector(job, names.ROLE_WORKER)},
+        "podSelector": selector,
         "policyTypes": ["Ingress"],
         "ingress": [{} if on_host else {"from": [_of_job(job)]}],
     }
@@ -162,13 +174,12 @@ def service(job: ElasticJob, cluster_ip: str = "") -> Obj:
         job: the job.
         cluster_ip: address that the Service must have; empty: any address.
     """
-    port = {
-        "name": names.AGENTS_PORT_NAME,
-        "protocol": "TCP",
-        "port": names.MASTER_PORT,
-        "targetPort": names.AGENTS_PORT_NAME,
-    }
-    spec: Obj = {"selector": _selector(job), "ports": [port]}
+    wanted = [(names.AGENTS_PORT_NAME, names.MASTER_PORT)]
+    wanted += [(names.SERVERS_PORT_NAME, names.SERVERS_PORT)] if job.servers is not None else []
+    ports = [
+        {"name": name, "protocol": "TCP", "port": port, "targetPort": name} for name, port in wanted
+    ]
+    spec: Obj = {"selector": _selector(job), "ports": ports}
     if cluster_ip:
         spec["clusterIP"] = cluster_ip
     return {"metadata": _master_meta(job), "spec": spec}
@@ -201,6 +212,11 @@ def token_secret(job: ElasticJob, token: bytes, ca: bytes) -> Obj:
 def journal_secret(job: ElasticJob) -> Obj:
     """Return an empty Secret for the journal, which only the master writes."""
     return {"metadata": _meta(job, names.journal_of(job.metadata.name)), "type": "Opaque"}
+
+
+def servers_secret(job: ElasticJob) -> Obj:
+    """Return an empty Secret for the map of a parameter server, which only the master writes."""
+    return {"metadata": _meta(job, names.servers_of(job.metadata.name)), "type": "Opaque"}
 
 
 def deployment(job: ElasticJob, cluster_ip: str, options: Options, jobs: int = 1) -> Obj:
@@ -343,6 +359,10 @@ def _container(job: ElasticJob, cluster_ip: str, options: Options, jobs: int, ma
             {"name": "tmp", "mountPath": "/tmp"},
         ],
     }
+    if job.servers is not None:
+        container["command"] += ["--ps-listen", f":{names.SERVERS_PORT}"]
+        port = {"name": names.SERVERS_PORT_NAME, "containerPort": names.SERVERS_PORT}
+        container["ports"].append(port)
     if options.pull_policy:
         container["imagePullPolicy"] = options.pull_policy
     return container

@@ -405,6 +405,8 @@ class _Planner:
         if self._options.workers_policy:
             yield Create("NetworkPolicy", manifests.workers_network_policy(job))
         yield Create("Secret", manifests.journal_secret(job))
+        if job.servers is not None:
+            yield Create("Secret", manifests.servers_secret(job))
 
     def _nodes_are_missing(self) -> bool:
         """Return whether a job that has not ended has fewer nodes in its round than desired.

@@ -136,6 +136,27 @@ async def test_what_is_fixed_cannot_be_added_removed_or_changed(
     await kube.patch(ELASTICJOBS, "x", {"spec": {"suspend": True}}, namespace)
 
 
+async def test_servers_come_with_their_job_and_only_their_number_and_template_change(
+    bed: Bed,
+) -> None:
+    kube, namespace = bed
+    role = {"replicas": 2, "template": {"spec": {"containers": []}}}
+    await kube.create(ELASTICJOBS, job(namespace, {"spec.replicaSpecs.ps": role}))
+    for change, words in (
+        (None, "ps cannot be added or removed"),
+        ({"buckets": 128}, "buckets cannot be changed"),
+        ({"ack": "primary"}, "ack cannot be changed"),
+        ({"replication": 1}, "replication cannot be changed"),
+        ({"checkpoints": "/cuts"}, "checkpoints cannot be changed"),
+    ):
+        with pytest.raises(InvalidError, match=words):
+            await kube.patch(
+                ELASTICJOBS, "x", {"spec": {"replicaSpecs": {"ps": change}}}, namespace
+            )
+    fine = {"replicas": 4, "template": {"spec": {"containers": [{"name": "main"}]}}}
+    await kube.patch(ELASTICJOBS, "x", {"spec": {"replicaSpecs": {"ps": fine}}}, namespace)
+
+
 async def test_the_templates_and_the_bounds_can_be_changed(bed: Bed) -> None:
     kube, namespace = bed
     await kube.create(ELASTICJOBS, job(namespace))

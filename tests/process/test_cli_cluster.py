@@ -459,6 +459,25 @@ async def test_logs_that_may_not_be_read_are_an_error_when_followed(
     assert "never retrieved" not in said
 
 
+async def test_the_servers_of_a_job_are_scaled_by_their_role(terminal: Terminal) -> None:
+    cluster = terminal.cluster
+    job = put_job(cluster, phase="Running", training=training())
+    said = await terminal.call("scale", "3", "--role", "ps", "--job", "x", code=2)
+    assert "x has no role ps" in said
+    main = {"name": "main", "image": "i", "command": ["dlrover", "ps", "server"]}
+    servers = {"replicas": 2, "replication": 2, "template": {"spec": {"containers": [main]}}}
+    job["spec"]["replicaSpecs"]["ps"] = servers
+    workers = job["spec"]["replicaSpecs"]["worker"]
+    cluster.put(ELASTICJOBS, job)
+    said = await terminal.call("scale", "3", "--role", "ps", "--job", "x")
+    assert said == "x is scaled to 3 servers\n"
+    found = cluster.one(ELASTICJOBS, "x")
+    assert found is not None
+    assert found["spec"]["replicaSpecs"] == {"worker": workers, "ps": servers | {"replicas": 3}}
+    said = await terminal.call("scale", "1", "--role", "ps", "--job", "x", code=2)
+    assert "cannot scale to 1: replication is 2" in said
+
+
 async def test_scale_suspend_resume(terminal: Terminal) -> None:
     cluster = terminal.cluster
     put_job(cluster, phase="Running", training=training())

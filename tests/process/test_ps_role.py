@@ -106,3 +106,35 @@ def test_a_job_whose_servers_die_too_often_fails(place: Place) -> None:
         os.kill(eventually(lambda: servers(run), "a server")["ps0"], signal.SIGKILL)
         assert run.wait() == 1
     assert "restartCount of the role ps" in "".join(run.output)
+
+
+def test_the_number_of_servers_changes_while_training_and_no_row_does(place: Place) -> None:
+    folder = place.folder / "run-1"
+    folder.mkdir()
+    for step in (40, 80, 120):
+        (folder / f"hold.{step}").touch()
+    given = {"settings": CALM, "ps": {"replicas": 2}, "replicas": 2}
+    args = (str(folder), str(STEPS))
+    with job(place, script=PROGRAM, args=args, **given) as run:  # type: ignore[arg-type]
+        eventually(lambda: len(steps(folder, 0)) > 10, "10 steps")
+        run.cli("node", "add", "--count", "2")
+        run.cli("job", "scale", "4", "--role", "ps")
+        (folder / "hold.40").unlink()  # buckets move while workers push
+        eventually(lambda: is_whole(run, 4), "4 servers")
+        eventually(held(folder, 80), "the second hold")
+        run.cli("job", "scale", "3", "--role", "ps")
+        (folder / "hold.80").unlink()
+        eventually(lambda: is_whole(run, 3), "3 servers")
+        eventually(held(folder, 120), "the third hold")
+        assert servers(run).keys() == {"ps0", "ps1", "ps2"}
+        assert [one.running for one in run.status().servers] == [True, True, True]
+        events = [one.reason for one in run.status().events]
+        assert "NodeLost" not in events
+        assert run.status().round == 1
+        said = [one.message for one in run.status().events if one.reason == "SpecChanged"]
+        assert said == ["the desired size is now 4 servers", "the desired size is now 3 servers"]
+        (folder / "hold.120").unlink()
+        assert run.wait() == 0
+    assert [len(steps(folder, rank)) for rank in (0, 1)] == [STEPS, STEPS]
+    rows = [(folder / f"rows.{rank}").read_text() for rank in (0, 1)]
+    assert rows == undisturbed(place.folder / "calm", STEPS)

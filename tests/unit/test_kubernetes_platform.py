@@ -244,6 +244,25 @@ async def test_a_node_is_made_and_its_life_is_told(scene: Scene) -> None:
     assert "ValueError: no" in ended.output
 
 
+async def test_a_server_is_ordered_to_leave_by_the_deletion_of_its_pod(scene: Scene) -> None:
+    made = document()
+    main = {"name": "main", "image": "i", "command": ["dlrover", "ps", "server"]}
+    made["spec"]["replicaSpecs"]["ps"] = {"template": {"spec": {"containers": [main]}}}
+    scene.cluster.put(ELASTICJOBS, {**scene.job(), "spec": made["spec"]})
+    await scene.hears(lambda e: isinstance(e, JobChanged) and e.job.servers is not None)
+    server = NodeId("ps0")
+    await scene.platform.create_node(server)
+    scene.runs(server)
+    await scene.hears(lambda e: isinstance(e, NodeSeen) and e.runs)
+    await scene.platform.delete_node(server, 600.0)  # there is no agent that could be told
+    leaving = scene.pod(server)["metadata"]
+    assert leaving["deletionGracePeriodSeconds"] == 600
+    seen = await scene.hears(lambda e: isinstance(e, NodeSeen) and bool(e.leaving))
+    assert getattr(seen, "node", "") == server
+    await scene.platform.delete_node(server, 0.0)  # the workers have ended: there is no need
+    assert scene.pod(server)["metadata"]["deletionGracePeriodSeconds"] == 1
+
+
 async def test_to_ask_twice_makes_one(scene: Scene) -> None:
     await asyncio.gather(*(scene.platform.create_node(N0) for _ in range(3)))
     await scene.platform.create_node(N0)

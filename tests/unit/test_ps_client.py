@@ -9,6 +9,7 @@ import pytest
 
 from dlrover_py.ps.client import DataLossError, PsClient
 from dlrover_py.ps.coordinator import Coordinator
+from dlrover_py.ps.map_store import MapFile
 from dlrover_py.ps.planner import PlanRules
 from dlrover_py.ps.specs import TableSpec
 from tests.ps_threads import TOKEN
@@ -19,7 +20,7 @@ WAIT_S = 30.0
 def test_a_request_that_begins_after_its_rows_were_lost_fails_at_once(tmp_path: Path) -> None:
     """It waited for the next map, which may never come."""
     rules = PlanRules(buckets=4, silence_s=2 * WAIT_S)
-    coordinator = Coordinator("job", TOKEN, tmp_path / "map.json", rules, time.monotonic())
+    coordinator = Coordinator("job", TOKEN, MapFile(tmp_path / "map.json"), rules, time.monotonic())
     coordinator.planner.heard("s0", "tcp://127.0.0.1:9", time.monotonic())  # nothing listens
     over = threading.Event()
 

@@ -1,6 +1,7 @@
 """A coordinator that starts again goes on with the map, at the same address."""
 
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -16,7 +17,9 @@ from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.ps import messages as m
 from dlrover_py.ps.cluster_map import ClusterMap, CutPlace
 from dlrover_py.ps.coordinator import Coordinator
+from dlrover_py.ps.map_store import MapFile
 from dlrover_py.ps.planner import Planner, PlanRules
+from dlrover_py.ps.server import ParameterServer
 from dlrover_py.ps.wire import decode, send
 
 RULES = PlanRules(buckets=4, servers=2, silence_s=60)
@@ -31,7 +34,7 @@ def listener() -> Iterator[socket.socket]:
 @contextmanager
 def coordinator(folder: Path, listener: socket.socket) -> Iterator[Coordinator]:
     made = Coordinator(
-        "job", "token", folder / "map.json", RULES, time.monotonic(), listener=listener
+        "job", "token", MapFile(folder / "map.json"), RULES, time.monotonic(), listener=listener
     )
     try:
         yield made
@@ -105,11 +108,11 @@ def test_servers_that_do_not_exist_are_lost_and_not_heard(
         for name in ("ps0", "ps1"):
             known = ask(made, m.Alive(name, f"tcp://{name}", -1))
         assert {one.primary for one in known.placements} == {"ps0", "ps1"}
-        made.present(frozenset({"ps1", "ps2"}))
+        made.present(frozenset({"ps1", "ps2"}), 2)
         known = made.planner.map
         assert known.servers.keys() == {"ps1"}
         assert {one.members for one in known.placements} == {("ps1",)}
-        made.present(frozenset({"ps2"}))
+        made.present(frozenset({"ps2"}), 2)
         assert all(one.lost for one in made.planner.map.placements)
         ask(made, m.Alive("ps1", "tcp://ps1", -1))  # it arrives late; an older map is the answer
         while "w" not in (known := ask(made, m.JoinClient("w"))).clients:
@@ -147,3 +150,42 @@ def test_a_map_that_cannot_be_stored_is_sent_to_nobody(
             made.tick(time.monotonic())
         (tmp_path / "map.new").rmdir()
         assert ask(made, m.WatchMap(-1)).clients == {"w": 1}
+
+
+def test_buckets_are_placed_when_as_many_servers_have_come_as_are_desired_now() -> None:
+    made = Planner(ClusterMap("job"), replace(RULES, servers=3), 0.0)
+    made.heard("ps0", "tcp://a", 0.0)
+    assert not made.map.placements
+    made.expect(1)  # the user wants fewer
+    assert [one.members for one in made.map.placements] == [("ps0",)] * RULES.buckets
+    made.heard("ps1", "tcp://b", 0.0)  # and then more: each bucket gets its second copy
+    assert all(one.learner == "ps1" for one in made.map.placements)
+
+
+def test_whoever_leaves_hears_each_time_that_there_is_a_coordinator(
+    tmp_path: Path, listener: socket.socket
+) -> None:
+    with coordinator(tmp_path, listener) as made, program(made.access) as ask:
+        ask(made, m.Alive("ps0", "tcp://a", 0))
+        first = ask(made, m.Drain("ps0"))
+        assert first.draining == ("ps0",)
+        assert ask(made, m.Drain("ps0")) == first
+
+
+def test_a_server_that_leaves_without_a_coordinator_ends_with_its_rows(
+    tmp_path: Path, listener: socket.socket
+) -> None:
+    """Its job was deleted: nobody takes the rows, and its Pod must not stay for its whole grace."""
+    with coordinator(tmp_path, listener) as made:
+        made.planner.expect(1)
+        server = ParameterServer(made.access, "ps0", alone_s=0.1)
+        thread = threading.Thread(target=server.run, daemon=True)
+        thread.start()
+        deadline = time.monotonic() + 30
+        while not made.planner.map.placements or made.socket.poll(20):
+            made.receive(time.monotonic())
+            assert time.monotonic() < deadline
+    server.leave()
+    thread.join(30)
+    assert not thread.is_alive()
+    server.close()

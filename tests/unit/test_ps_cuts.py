@@ -31,6 +31,7 @@ from dlrover_py.ps.coordinator import Coordinator
 from dlrover_py.ps.cuts import DOCUMENT, CutDirectory, SavedCut
 from dlrover_py.ps.export import export
 from dlrover_py.ps.hashing import bucket_of, salt_of
+from dlrover_py.ps.map_store import MapFile
 from dlrover_py.ps.meetings import Meetings
 from dlrover_py.ps.messages import Meet, Met, Push, RefusalReason
 from dlrover_py.ps.planner import Planner, PlanRules
@@ -289,7 +290,9 @@ def test_a_cut_that_nobody_waits_for_is_given_up(tmp_path: Path) -> None:
     """Its server never writes, and the worker has ended: pushes of others must go on."""
     rules, cuts = PlanRules(buckets=2, replicas=1), tmp_path / "cuts"
     with closing(
-        Coordinator("job", "token", tmp_path / "map", rules, 0.0, cuts=CutDirectory(str(cuts)))
+        Coordinator(
+            "job", "token", MapFile(tmp_path / "map"), rules, 0.0, cuts=CutDirectory(str(cuts))
+        )
     ) as one:
         one.planner.heard("s0", "tcp://127.0.0.1:1", 0.0)
         incarnation = one.planner.join("a")

@@ -44,12 +44,16 @@ def parsed(**ps: Any) -> ElasticJob:
 class Run:
     """A job whose platform does at once what is asked. Its workers never report."""
 
-    def __init__(self, spec: ElasticJob) -> None:
+    def __init__(self, spec: ElasticJob, highest: int = -1) -> None:
+        """Begin a job; ``highest`` is the number of a server that lost masters have used."""
         self.now, self.exist = 0.0, set[str]()
         self.present = frozenset[str]()
         """The servers that the coordinator knows to exist."""
+        self.desired = 0
         self.journal: DurableState | None = None
         self.job = Job(spec, Rules(), term=Term(1), now=0.0, wall=WALL)
+        if highest >= 0:
+            self.job.skip(0, -1, 0, highest)
         self.step()
 
     def step(self, *events: Event) -> list[Effect]:
@@ -60,7 +64,7 @@ class Run:
             if isinstance(effect, CreateNode):
                 self.exist.add(effect.node)
             if isinstance(effect, ServersPresent):
-                self.present = effect.nodes
+                self.present, self.desired = effect.nodes, effect.desired
         again = self.job.step([], self.now, WALL + self.now)
         assert not again.effects, "a step decides all there is to decide"
         return out.effects
@@ -137,6 +141,47 @@ def test_a_server_that_died_without_a_master_is_found_by_the_next_one() -> None:
     assert CreateNode(NodeId("ps1")) in asked  # the platform knows whether it has ended
     run.end("ps1")
     assert run.present == {"ps0", "ps2", "ps3"}
+
+
+def test_no_id_is_used_again_where_the_platform_forgets_what_has_ended() -> None:
+    spec = parsed()
+    run = Run(spec)
+    there = frozenset(map(NodeId, ("n0", "n1", "ps0", "ps2")))
+    assert not run.step(NodesListed(there, free=True)), "ps1 was requested, and may be on its way"
+    run.restart(spec)
+    asked = run.step(NodesListed(there, free=True))
+    assert [one.node for one in asked if isinstance(one, CreateNode)] == ["ps3"]
+    assert run.present == {"ps0", "ps2", "ps3"}
+    assert run.events()[-1] == "NodeLost"
+    # It was only late: it is not the one that had the rows, and ends.
+    assert deleted(run.step(NodeSeen(NodeId("ps1"), near=True))) == {"ps1": 0.0}
+
+
+def test_servers_after_the_loss_of_a_journal_have_ids_that_no_map_names() -> None:
+    spec = parsed(replicas=2)
+    run = Run(spec, highest=3)
+    assert run.present == {"ps4", "ps5"}
+
+
+def test_a_server_whose_host_is_silent_is_replaced_and_gives_its_rows_away_if_it_comes_back() -> (
+    None
+):
+    run = Run(parsed(replicas=2))
+    run.step(*(NodeSeen(NodeId(f"ps{number}"), near=True) for number in range(2)))
+    run.step(NodeSeen(NodeId("ps0"), near=True, cut_off=True))
+    assert run.present == run.servers == {"ps0", "ps1", "ps2"}
+    status = {one.id: one for one in run.job.status(0, WALL).servers}
+    assert not status["ps0"].running
+    assert status["ps0"].message == "its host does not answer"
+    assert run.job.state.servers.lost == 0
+
+
+def test_a_server_that_does_not_run_yet_takes_no_rows() -> None:
+    run = Run(parsed(replicas=1))
+    run.step(NodeSeen(NodeId("ps0"), near=True))
+    run.step(NodeSeen(NodeId("ps0"), near=True, leaving="its Pod is being deleted"))
+    assert not deleted(run.step(NodeSeen(NodeId("ps1"), near=True, runs=False)))
+    assert deleted(run.step(NodeSeen(NodeId("ps1"), near=True))) == {"ps0": LEAVE_S}
 
 
 def test_a_server_that_leaves_stays_until_another_one_can_take_its_rows() -> None:
@@ -227,8 +272,26 @@ def test_servers_of_tensorflow_stay_refused(command: list[str]) -> None:
         ElasticJob.parse(found)
     ours = document(["/bin/sh", "-c", "exec /opt/bin/dlrover ps server"])
     assert ElasticJob.parse(ours).servers is not None
-    with pytest.raises(UnsupportedError, match="one machine only"):
-        ElasticJob.read(ours)
+    assert ElasticJob.read(ours).servers is not None
+
+
+@pytest.mark.parametrize(
+    ("labels", "ps", "words"),
+    [
+        ({"kueue.x-k8s.io/queue-name": "q"}, {}, "a job in a queue cannot have them"),
+        ({}, {"checkpoints": "/cuts"}, "checkpoints: not supported in a cluster yet"),
+    ],
+)
+def test_what_servers_cannot_do_in_a_cluster_is_refused_there(
+    labels: dict[str, str], ps: dict[str, Any], words: str
+) -> None:
+    found = document(**ps)
+    found["metadata"]["labels"] = labels
+    assert ElasticJob.parse(found).servers is not None
+    with pytest.raises(UnsupportedError, match=words):
+        ElasticJob.parse(found, on_cluster=True)
+    with pytest.raises(UnsupportedError, match=words):
+        ElasticJob.read(found)
 
 
 def test_what_servers_need_is_checked_before_anything_starts() -> None:
@@ -243,8 +306,46 @@ def test_what_servers_need_is_checked_before_anything_starts() -> None:
         check_servers(servers, ())
 
 
-def test_a_single_server_keeps_one_copy() -> None:
+def test_the_number_of_servers_is_changed_by_its_own_role_and_opens_no_round() -> None:
+    spec = parsed(replicas=2)
+    run = Run(spec)
+    run.step(*(NodeSeen(NodeId(f"ps{number}"), near=True) for number in range(2)))
+    spec = spec.scaled(4, "ps")
+    run.step(JobChanged(spec))
+    assert run.present == run.servers == {"ps0", "ps1", "ps2", "ps3"}
+    assert run.desired == 4
+    run.step(*(NodeSeen(NodeId(f"ps{number}"), near=True) for number in range(4)))
+    spec = spec.scaled(3, "ps")
+    assert deleted(run.step(JobChanged(spec))) == {"ps3": LEAVE_S}
+    run.end("ps3", code=0)
+    assert run.present == {"ps0", "ps1", "ps2"}
+    said = [one.message for one in run.job.state.events if one.reason == "SpecChanged"]
+    assert said == ["the desired size is now 4 servers", "the desired size is now 3 servers"]
+    assert spec.scaled(3, "ps") is spec
+    assert spec.worker.replicas == 2
+
+
+@pytest.mark.parametrize(
+    ("number", "fields", "words"),
+    [
+        (1, {"replication": 2}, "cannot scale to 1: replication is 2 and replicas is 1"),
+        (0, {}, "cannot scale to 0: expected 1 to"),
+    ],
+)
+def test_too_few_servers_are_refused(number: int, fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parsed(**fields).scaled(number, "ps")
+
+
+def test_only_roles_of_the_job_are_scaled() -> None:
+    with pytest.raises(ConfigError, match="has no role ps"):
+        ElasticJob.parse(job_file(2)).scaled(2, "ps")
+    with pytest.raises(ConfigError, match="expected worker or ps"):
+        parsed().scaled(2, "chief")
+
+
+def test_a_single_server_is_no_fault() -> None:
     job = parsed(replicas=1)
-    assert job.servers is not None
-    assert job.servers.copies == 1
     assert job.without_effect() == []
+    assert job.servers is not None
+    assert job.servers.copies == 2, "the copies are made when a second server comes"

@@ -278,6 +278,8 @@ class ServersPresent:
     """Tell the coordinator of the parameter server which servers exist: all others have ended."""
 
     nodes: frozenset[NodeId]
+    desired: int
+    """The desired number of servers."""
 
 
 Effect = (

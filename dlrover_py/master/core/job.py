@@ -166,7 +166,7 @@ class Job:
                 live.emit(DeleteNode(node.id, live.grace_s, state.reason))
         return self  # each node gets its assignment when it reports
 
-    def skip(self, number: int, node: int, event: int) -> None:
+    def skip(self, number: int, node: int, event: int, server: int = -1) -> None:
         """Continue above these numbers: masters whose journal is lost have used them.
 
         There may be more nodes than these numbers show. No node is requested before the platform
@@ -176,7 +176,10 @@ class Job:
             number: The highest round.
             node: The highest number of a node.
             event: The highest id of an event.
+            server: The highest number of a server; -1 if there was none.
         """
+        servers = self.state.servers
+        servers.next = max(servers.next, server + 1)
         self.state.round = Round(number)
         self.state.next_node = max(self.state.next_node, node + 1)
         self.state.next_event = max(self.state.next_event, event + 1)
@@ -293,7 +296,7 @@ class Job:
             case RoomSeen(nodes):
                 live.room = nodes
             case NodesListed(listed, free):
-                self._servers.nodes_listed(listed)
+                self._servers.nodes_listed(listed, gone=free)
                 workers = frozenset(node for node in listed if not is_server(node))
                 self._departures.nodes_listed(workers, free=free)
 

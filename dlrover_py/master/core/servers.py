@@ -22,6 +22,11 @@ LEAVE_S = 600.0
 """Seconds that a server has to give its rows away."""
 
 
+def runs(seen: NodeSeen) -> bool:
+    """Return whether the process of a server runs, as far as the platform knows."""
+    return seen.near and seen.runs and seen.exists and not seen.cut_off
+
+
 class Servers:
     """Requests the wanted servers, replaces lost ones, and ends them after the workers.
 
@@ -31,10 +36,12 @@ class Servers:
     def __init__(self, context: CoreContext, transitions: Transitions) -> None:
         self.state, self.live, self.log = context.state, context.live, context.log
         self._transitions = transitions
-        self._told: frozenset[NodeId] | None = None
-        """The servers that the coordinator was told of."""
+        self._told: ServersPresent | None = None
+        """What the coordinator was told last."""
         self._lost_at = self.live.now
         """When a server was lost last, as far as this master knows."""
+        self._requested = set[NodeId]()
+        """The servers that this master has requested, and that were not seen yet."""
         self._asked: dict[NodeId, float] = {}
         """The grace, in seconds, of each server whose end this master has requested."""
 
@@ -47,20 +54,33 @@ class Servers:
             self.state.changed()
             self.live.emit(DeleteNode(seen.node, 0.0, "it is not a server of this job"))
             return
+        if seen.exists:
+            self._requested.discard(seen.node)
         self.live.servers[seen.node] = seen
-        if seen.leaving and not record.nodes[seen.node]:
-            self._leave(seen.node, seen.leaving)
+        why = seen.leaving or ("its host does not answer" if seen.cut_off else "")
+        if why and not record.nodes[seen.node]:
+            self._leave(seen.node, why)
 
-    def nodes_listed(self, listed: frozenset[NodeId]) -> None:
-        """Request a server again that the platform does not list.
+    def nodes_listed(self, listed: frozenset[NodeId], *, gone: bool) -> None:
+        """Take in that the platform does not list some servers.
 
-        If it has ended, the platform says so then. If it was to end, it is gone.
+        One that was to end is gone. One that this master has requested may be about to come.
+
+        Args:
+            listed: The nodes that the platform lists.
+            gone: Whether the platform forgets nodes that have ended. Their ids are then not used
+                again: an empty server under the id of one that had rows would be taken for it.
+                Otherwise they are requested again, and the platform says whether they have ended.
         """
         for node, leaving in list(self.state.servers.nodes.items()):
-            if node not in listed and leaving:
+            if node in listed or node in self._requested:
+                continue
+            if leaving:
                 self._gone(node, f"server {node} has left: {leaving}")
-            elif node not in listed:
+            elif not gone:
                 self.live.emit(CreateNode(node))
+            else:
+                self._gone(node, f"server {node} was lost: there is no such node", lost=True)
 
     def node_ended(self, ended: NodeEnded) -> None:
         """Take in the end of a server, and charge it unless it was to end.
@@ -101,15 +121,15 @@ class Servers:
         record, spec = self.state.servers, self.live.spec.servers
         if not self.live.rules.can_create or (spec is None and not record.nodes):
             return
+        wanted = 0 if spec is None else spec.size
         if not self._rests:
-            wanted = 0 if spec is None else spec.size
             self._forgive()
             staying = [node for node, leaving in record.nodes.items() if not leaving]
             for node in staying[wanted:]:
                 self._leave(node, "the role ps has fewer replicas now")
             # Without another server, nobody could take the rows before the time is over.
             takes = any(
-                seen.near and not record.nodes[node] for node, seen in self.live.servers.items()
+                runs(seen) and not record.nodes[node] for node, seen in self.live.servers.items()
             )
             for node, leaving in record.nodes.items():
                 if leaving and node not in self._asked and (takes or not wanted):
@@ -119,6 +139,7 @@ class Servers:
                 record.next += 1
                 record.nodes[node] = ""
                 self.state.changed()
+                self._requested.add(node)
                 self.live.emit(CreateNode(node))
         elif all(node.phase is NodePhase.GONE for node in self.live.nodes):
             for node, leaving in record.nodes.items():
@@ -127,10 +148,10 @@ class Servers:
                 record.nodes[node] = leaving or "the workers have ended"
                 self.state.changed()
                 self._end(node, 0.0)
-        present = frozenset(record.nodes)
+        present = ServersPresent(frozenset(record.nodes), wanted)
         if present != self._told:
             self._told = present
-            self.live.emit(ServersPresent(present))
+            self.live.emit(present)
 
     @property
     def _rests(self) -> bool:
@@ -149,6 +170,7 @@ class Servers:
 
     def _gone(self, node: NodeId, message: str, *, lost: bool = False) -> int:
         del self.state.servers.nodes[node]
+        self._requested.discard(node)
         self._asked.pop(node, None)
         self.live.servers.pop(node, None)
         self.state.changed()

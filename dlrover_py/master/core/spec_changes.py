@@ -16,6 +16,7 @@ from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import Round
 from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.status import JobPhase, NodePhase
+from dlrover_py.protocol.words import counted
 
 NOW_DESIRED = "; the desired size is now "
 """Words between the cause of a round and the last change of the number of nodes."""
@@ -74,6 +75,9 @@ class SpecChanges:
             job.spec.model_copy(update={"tuning": old.spec.tuning}) == old.spec
         ):
             return  # only settings of data loaders: :class:`Tuning` follows them
+        if job.differs_in_servers_only(old):  # no node of a round is concerned
+            self.log.record(EventReason.SPEC_CHANGED, f"the desired size is now {_servers_of(job)}")
+            return
         self.state.abandoned_slots = 0  # a new spec is a new start for places that were given up
         if job.spec == old.spec:
             why = "the job may have all nodes again"
@@ -154,6 +158,8 @@ class SpecChanges:
     def _change_of_spec(self, old: ElasticJob) -> str:
         """Describe what has changed since the old spec."""
         message = f"the desired size is now {desired_nodes(self.live.spec)}"
+        if self.live.spec.spec.replica_specs.ps != old.spec.replica_specs.ps:
+            message += f" and {_servers_of(self.live.spec)}"
         if self.live.spec.worker.template != old.worker.template:
             message += (
                 "; the template has changed: new nodes are created from it, and running nodes keep "
@@ -203,3 +209,8 @@ class SpecChanges:
             if node.phase is not NodePhase.GONE and not node.leaving:
                 self._capacity.dismiss(node, "the job is suspended", ExitCode.OK)
         self.live.round_causes.clear()
+
+
+def _servers_of(job: ElasticJob) -> str:
+    """Return the desired number of servers, in words."""
+    return counted(0 if job.servers is None else job.servers.size, "server")

@@ -6,6 +6,7 @@ from dlrover_py.master.core.checkpoints import Checkpoints
 from dlrover_py.master.core.goodput import Goodput
 from dlrover_py.master.core.history import CoreContext
 from dlrover_py.master.core.nodes import Node, Readiness
+from dlrover_py.master.core.servers import runs
 from dlrover_py.master.core.topology import in_words
 from dlrover_py.protocol.agents import AgentReport, WorkerPhase
 from dlrover_py.protocol.names import NodeId, id_key
@@ -196,7 +197,7 @@ class StatusReport:
         if seen is None:
             return ServerStatus(id=node, running=False, message=leaving)
         host = seen.topology[-1] if seen.topology else ""
-        return ServerStatus(id=node, running=seen.near, host=host, message=leaving or seen.message)
+        return ServerStatus(id=node, running=runs(seen), host=host, message=leaving or seen.message)
 
     def _is_behind(self, node: Node) -> bool:
         """Return whether this member's last report is about the previous round."""

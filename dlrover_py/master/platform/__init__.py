@@ -20,6 +20,8 @@ class PriorMasterState:
     """The highest number of a node."""
     event: int = 0
     """The highest id of an event."""
+    server: int = -1
+    """The highest number of a server."""
 
 
 class Platform(Protocol):

@@ -27,7 +27,7 @@ from dlrover_py.master.platform.kubernetes.template_trial import TemplateTrial, 
 from dlrover_py.protocol.autoscale import PodPlace
 from dlrover_py.protocol.errors import ConfigError, TransientError
 from dlrover_py.protocol.job import ElasticJob
-from dlrover_py.protocol.names import NodeId
+from dlrover_py.protocol.names import NodeId, is_server
 from dlrover_py.protocol.reasons import ConditionType
 
 log = logging.getLogger("master.kubernetes")
@@ -183,7 +183,7 @@ class PodCreator:
                 return PodProblem(ConditionType.JOB_GONE, message)
             job = jobs.job
             try:
-                place = self._place(job, node)
+                place = None if is_server(node) else self._place(job, node)
                 pod = pods.pod(job, node, context.pod_context, avoid, place, memory, stable)
                 with transient(
                     ConfigError, AlreadyExistsError, InvalidError, ForbiddenError, NotFoundError

@@ -14,7 +14,7 @@ from dlrover_py.master.platform.kubernetes.pod_table import PodTable
 from dlrover_py.master.platform.kubernetes.pods import PodView
 from dlrover_py.master.platform.kubernetes.rights import Rights, deletion_of
 from dlrover_py.protocol.errors import TransientError
-from dlrover_py.protocol.names import NodeId
+from dlrover_py.protocol.names import NodeId, is_server
 
 SIDECARS_S = 30
 """Largest grace of other containers after the agent has ended, in seconds."""
@@ -133,7 +133,8 @@ class PodEnder:
         that ends by itself within the grace stays for its log. The other containers of a Pod whose
         agent has ended are ended later. Nothing is deleted if the ElasticJob was deleted without
         its Pods, or if the Pod already has to end and ``grace_s`` is not 0. If the node has no Pod,
-        the core gets the event that the node has ended.
+        the core gets the event that the node has ended. A server is ordered to leave by the
+        deletion of its Pod, which is not preceded by a wait.
 
         Args:
             node: Id of the node.
@@ -145,7 +146,10 @@ class PodEnder:
         """
         name = self._context.pod_of(node)
         right = deletion_of(name)
-        if await self._ends_by_itself(node, grace_s or self._context.timing.linger_s):
+        last_s = KILL_S
+        if is_server(node):
+            last_s = max(KILL_S, round(grace_s))
+        elif await self._ends_by_itself(node, grace_s or self._context.timing.linger_s):
             self._rights.note_granted(right)
             return
         async with self._calls.turn():
@@ -155,7 +159,7 @@ class PodEnder:
                     self._context.facts.put([NodeEnded(node, "it has no Pod", free=True)])
                 elif not (found.ended or self._jobs.orphaned or (found.leaving and grace_s > 0)):
                     with transient(ForbiddenError):
-                        await self._context.delete_pod(found, KILL_S)
+                        await self._context.delete_pod(found, last_s)
 
     async def _ends_by_itself(self, node: NodeId, grace_s: float) -> bool:
         """Wait at most ``grace_s`` seconds for the end of a Pod whose agent was ordered to stop.

@@ -146,7 +146,7 @@ class ElasticJobWatcher:
         context = self._context
         with transient():
             found = await context.kube.list(
-                PODS, context.namespace, labels=names.workers_of(context.name)
+                PODS, context.namespace, labels=names.nodes_of(context.name)
             )
         owned = [seen for seen in map(pods.view, found) if context.owns(seen)]
         self.orphaned |= any(seen.orphan for seen in owned)

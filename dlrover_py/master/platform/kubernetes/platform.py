@@ -213,4 +213,6 @@ def _remembered(training: Obj) -> PriorMasterState:
     numbers = [int(number) for number in ids if number.isdigit()]
     events = [int(event.get("id") or 0) for event in training.get("events") or []]
     term, number = (int(training.get(what) or 0) for what in ("term", "round"))
-    return PriorMasterState(term, number, max(numbers, default=-1), max(events, default=0))
+    names = [str(one.get("id", "")).removeprefix("ps") for one in training.get("servers") or []]
+    servers = max((int(name) for name in names if name.isdigit()), default=-1)
+    return PriorMasterState(term, number, max(numbers, default=-1), max(events, default=0), servers)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from dlrover_py.master.core import topology
 from dlrover_py.master.core.events import Event, NodeEnded, NodeSeen
+from dlrover_py.master.core.servers import LEAVE_S
 from dlrover_py.master.platform.kubernetes.ends import (
     Budget,
     PodEnd,
@@ -23,9 +24,16 @@ from dlrover_py.protocol import names
 from dlrover_py.protocol.autoscale import PodPlace
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.hosts import SPOT_LABELS
-from dlrover_py.protocol.job import OWN_ENV, TEMPLATE, ElasticJob
+from dlrover_py.protocol.job import (
+    OWN_ENV,
+    SERVER_TEMPLATE,
+    TEMPLATE,
+    ElasticJob,
+    ReplicaSpec,
+    ServerSpec,
+)
 from dlrover_py.protocol.memory_growth import with_memory_limit
-from dlrover_py.protocol.names import NodeId, id_key
+from dlrover_py.protocol.names import NodeId, id_key, is_server, role_of
 from dlrover_py.protocol.reasons import ConditionType
 from dlrover_py.protocol.template import in_lines
 from dlrover_py.protocol.timing import POD_GRACE_S
@@ -97,33 +105,34 @@ def pod(
     Raises:
         ConfigError: The template has no container for the agent, uses a name or path that is
             reserved, or has a form that no API server accepts. The message names each place.
-            Unknown fields of the Pod spec are left to the API server.
+            Unknown fields of the Pod spec are left to the API server. Or the node is a server, and
+            the job has none any more.
     """
-    index = job.worker.main_container()
+    role, path = _role(job, node)
+    index = role.main_container()
     # The API server reports unknown fields of the Pod, but it never sees fields beside ``spec``.
     wrong = [
         fault
-        for fault in job.worker.faults()
-        if not (fault.unknown and fault.path.startswith(f"{TEMPLATE}.spec."))
+        for fault in role.faults()
+        if not (fault.unknown and fault.path.startswith(f"{path}.spec."))
     ]
     if wrong:
         raise ConfigError(in_lines(wrong))
-    template = copy.deepcopy(job.worker.template)
+    template: Obj = copy.deepcopy(role.template or {})
     given, spec = template.get("metadata") or {}, template["spec"]
-    number = node.removeprefix("n")
     meta: Obj = {
         "name": names.pod_of(job.metadata.name, node),
         "namespace": job.metadata.namespace,
         "annotations": {
             **(given.get("annotations") or {}),
-            names.NOTE_TEMPLATE: job.worker.template_hash,
+            names.NOTE_TEMPLATE: role.template_hash,
         },
         "labels": {
             **(given.get("labels") or {}),
             names.LABEL_APP: names.APP,
             names.LABEL_JOB: job.metadata.name,
-            names.LABEL_ROLE: names.ROLE_WORKER,
-            names.LABEL_INDEX: number,
+            names.LABEL_ROLE: role_of(node),
+            names.LABEL_INDEX: _number(node),
             names.LABEL_UID: pod_context.uid,
         },
         "ownerReferences": [names.owner(job.metadata.name, pod_context.uid)],
@@ -131,19 +140,52 @@ def pod(
     spec["restartPolicy"] = "Never"
     if "serviceAccountName" not in spec:
         spec.setdefault("automountServiceAccountToken", False)
-    if job.worker.priority_class:
-        spec.setdefault("priorityClassName", job.worker.priority_class)
+    if role.priority_class:
+        spec.setdefault("priorityClassName", role.priority_class)
     if memory > job.worker.memory > 0:
         spec["containers"][index] = with_memory_limit(spec["containers"][index], memory)
     _extend_main_container(spec, spec["containers"][index], job, node, pod_context)
     _exclude_hosts(spec, avoid, SPOT_LABELS if stable else {})
-    if job.worker.spot_policy != "any" and not stable:
+    if is_server(node):
+        spec.setdefault("terminationGracePeriodSeconds", round(LEAVE_S))
+        _spread(spec, job.metadata.name)
+    elif job.worker.spot_policy != "any" and not stable:
         _prefer_spot(spec)
     if place is not None:
         meta["labels"][names.LABEL_PLACEMENT] = place.name
         spec["nodeSelector"] = {**(spec.get("nodeSelector") or {}), **place.node_selector}
         spec["tolerations"] = [*(spec.get("tolerations") or []), *place.tolerations]
     return {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
+
+
+def _role(job: ElasticJob, node: NodeId) -> tuple[ReplicaSpec | ServerSpec, str]:
+    """Return the role of a node, and the path of its template.
+
+    Raises:
+        ConfigError: The node is a server, and the job has none any more.
+    """
+    if not is_server(node):
+        return job.worker, TEMPLATE
+    if job.servers is None:
+        raise ConfigError(f"{SERVER_TEMPLATE}: expected the template of {node}, found none")
+    return job.servers, SERVER_TEMPLATE
+
+
+def _number(node: NodeId) -> str:
+    """Return the number in a node's id."""
+    return node.removeprefix(names.SERVER_PREFIX if is_server(node) else "n")
+
+
+def _spread(spec: Obj, job: str) -> None:
+    """Prefer hosts without another server of the job, unless the template separates its Pods.
+
+    The copies of a row are then on different hosts.
+    """
+    affinity = spec["affinity"] = dict(spec.get("affinity") or {})
+    labels = {names.LABEL_JOB: job, names.LABEL_ROLE: names.SERVER_PREFIX}
+    term = {"labelSelector": {"matchLabels": labels}, "topologyKey": "kubernetes.io/hostname"}
+    key = "preferredDuringSchedulingIgnoredDuringExecution"
+    affinity.setdefault("podAntiAffinity", {key: [{"weight": 100, "podAffinityTerm": term}]})
 
 
 def refusal(job: ElasticJob, message: str) -> str:
@@ -183,7 +225,7 @@ def _extend_main_container(
         ConfigError: The template uses the mount path or the volume name of the job's token. The
             container's variables have been changed by then.
     """
-    number = node.removeprefix("n")
+    number = _number(node)
     own_env: list[Obj] = [
         {"name": names.ENV_MASTER_ADDR, "value": pod_context.master_addr},
         {"name": names.ENV_TOKEN_FILE, "value": f"{names.NODE_MOUNT}/{names.SECRET_TOKEN}"},
@@ -196,13 +238,16 @@ def _extend_main_container(
     more: list[Obj] = [
         {"name": names.ENV_CONNECT_S, "value": CONNECT_S},
         {"name": names.ENV_JOB_UID, "value": pod_context.uid},
-        {"name": names.ENV_NODE_TYPE, "value": names.ROLE_WORKER},
+        {"name": names.ENV_NODE_TYPE, "value": role_of(node)},
         {"name": names.ENV_NODE_NUMBER, "value": number},
         {"name": names.ENV_NODE_RANK, "value": number},
         {"name": names.ENV_NODE_NUM, "value": str(job.worker.replicas)},
         _downward(names.ENV_POD_NAME, "metadata.name"),
         _downward(names.ENV_NODE_IP, "status.hostIP"),
     ]
+    if job.servers is not None:
+        host = pod_context.master_addr.rpartition(":")[0]
+        more.append({"name": names.ENV_PS, "value": f"tcp://{host}:{names.SERVERS_PORT}"})
     user_env = [e for e in main.get("env") or [] if e.get("name") not in OWN_ENV]
     taken = {e.get("name") for e in user_env}
     # These come first, because a value of the template may refer to them, as $(NODE_NUM).
@@ -398,13 +443,18 @@ def misplaced(placements: Sequence[PodPlace], table: Iterable[PodView]) -> list[
 
     Of each place, Pods that do not run go first, those of high number before others. Of the Pods
     that run, whole topology domains are given up first. Nothing is returned while all Pods are in
-    one place that is still there: then any of them may end, and the round decides which.
+    one place that is still there: then any of them may end, and the round decides which. Servers
+    have no place.
 
     Args:
         placements: The places that the job has.
         table: The job's Pods.
     """
-    holding = [seen for seen in table if not (seen.done or seen.ended)]
+    holding = [
+        seen
+        for seen in table
+        if not (seen.done or seen.ended or is_server(seen.name.rpartition("-")[2]))
+    ]
     places = {place.name: place.nodes for place in placements}
     if len(places) <= 1 and all(seen.placement in places or not places for seen in holding):
         return []

@@ -62,7 +62,7 @@ class PodWatcher:
         changes = context.kube.watch(
             PODS,
             context.namespace,
-            labels=names.workers_of(context.name),
+            labels=names.nodes_of(context.name),
             view=lambda obj: pods.view(obj, self._jobs.topology_labels),
             on_error=lambda error: self._rights.on_error("Pods", error),
         )

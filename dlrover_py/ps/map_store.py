@@ -1,0 +1,67 @@
+"""Where the coordinator keeps its map, so that the next one goes on with it."""
+
+import os
+from pathlib import Path
+from typing import Protocol
+
+from dlrover_py.protocol.errors import ConfigError
+
+
+class MapStore(Protocol):
+    """Keeps one document. Its calls block."""
+
+    name: str
+    """What it is, in words: the path of a file, or the name of an object."""
+
+    def read(self) -> bytes | None:
+        """Take the document over, and return it; None if there is none.
+
+        Whoever held it before cannot write it any more.
+
+        Raises:
+            ConfigError: It cannot be used.
+            TransientError: It cannot be read now.
+        """
+
+    def write(self, document: bytes) -> None:
+        """Replace the document, so that it outlives this process.
+
+        Raises:
+            OSError: It cannot be written now.
+        """
+
+
+class MapFile:
+    """The document in a file. One process at a time may use it: the journal's lock says which."""
+
+    def __init__(self, path: Path) -> None:
+        """Note the path; nothing is read."""
+        self.name, self._path = str(path), path
+
+    def read(self) -> bytes | None:
+        """Return the document; None if there is none.
+
+        Raises:
+            ConfigError: The file cannot be read.
+        """
+        try:
+            return self._path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise ConfigError(
+                f"{self.name}: {error.strerror}; expected a map of servers"
+            ) from error
+
+    def write(self, document: bytes) -> None:
+        """Write another file, and put it in the place of the old one.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        fresh = self._path.with_suffix(".new")
+        with fresh.open("wb") as file:
+            file.write(document)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.rename(self._path)

@@ -1,0 +1,116 @@
+"""What a ``MapStore`` promises, for the file and for the Secret alike."""
+
+import asyncio
+import base64
+import random
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from dlrover_py.kubernetes.kinds import SECRETS, Obj
+from dlrover_py.master.map_secret import MAP_KEY, MAX_PACKED_BYTES, SecretMapStore
+from dlrover_py.protocol.errors import ConfigError, TransientError
+from dlrover_py.protocol.names import owner
+from dlrover_py.ps.map_store import MapFile, MapStore
+from tests.fakes_kube import FakeCluster, fake_cluster
+
+NAME, JOB = "elasticjob-x-servers", "uid-of-x"
+
+
+def secret(uid: str = JOB) -> Obj:
+    return {"metadata": {"name": NAME, "ownerReferences": [owner("x", uid)]}}
+
+
+@dataclass
+class Place:
+    """A Secret in a cluster, and stores of it."""
+
+    cluster: FakeCluster
+    open: Callable[[], SecretMapStore]
+
+
+@pytest.fixture
+async def place(tmp_path: Path) -> AsyncIterator[Place]:
+    async with fake_cluster(tmp_path) as (cluster, kube):
+        cluster.put(SECRETS, secret())
+        yield Place(cluster, lambda: SecretMapStore(kube, "default", NAME, job_uid=JOB))
+
+
+@pytest.mark.parametrize("kind", ["file", "secret"])
+async def test_the_next_store_reads_what_was_written_last(
+    place: Place, tmp_path: Path, kind: str
+) -> None:
+    def store() -> MapStore:
+        return MapFile(tmp_path / "map.json") if kind == "file" else place.open()
+
+    one = store()
+    assert await asyncio.to_thread(one.read) is None
+    for document in (b"first", b"second"):
+        await asyncio.to_thread(one.write, document)
+    assert await asyncio.to_thread(store().read) == b"second"
+
+
+async def test_an_earlier_master_cannot_write_once_the_next_one_has_read(place: Place) -> None:
+    old, new = place.open(), place.open()
+    await asyncio.to_thread(old.read)
+    await asyncio.to_thread(old.write, b"old")
+    assert await asyncio.to_thread(new.read) == b"old"
+    with pytest.raises(OSError, match="written by another master"):
+        await asyncio.to_thread(old.write, b"late")
+    await asyncio.to_thread(new.write, b"new")
+    assert await asyncio.to_thread(place.open().read) == b"new"
+
+
+async def test_a_write_whose_answer_was_lost_or_a_label_does_not_stop_the_next(
+    place: Place,
+) -> None:
+    store = place.open()
+    await asyncio.to_thread(store.read)
+    await asyncio.to_thread(store.write, b"one")
+    found = place.cluster.one(SECRETS, NAME)
+    assert found is not None
+    found["metadata"]["labels"] = {"team": "a"}
+    place.cluster.put(SECRETS, found)  # it has another version now
+    await asyncio.to_thread(store.write, b"two")
+    found = place.cluster.one(SECRETS, NAME)
+    assert found is not None
+    assert found["metadata"]["labels"] == {"team": "a"}
+    assert await asyncio.to_thread(place.open().read) == b"two"
+
+
+async def test_what_may_pass_is_told_from_what_does_not(place: Place) -> None:
+    store = place.open()
+    place.cluster.fail(500, times=1, method="GET", path="/secrets/")
+    with pytest.raises(TransientError, match="Secret elasticjob-x-servers"):
+        await asyncio.to_thread(store.read)
+    assert await asyncio.to_thread(store.read) is None
+    place.cluster.fail(500, times=1, method="PUT", path="/secrets/")
+    with pytest.raises(OSError, match="Secret elasticjob-x-servers"):
+        await asyncio.to_thread(store.write, b"one")
+    await asyncio.to_thread(store.write, b"one")
+    for damaged in (b"no gzip", b""):
+        found = place.cluster.one(SECRETS, NAME)
+        assert found is not None
+        found["data"] = {MAP_KEY: base64.b64encode(damaged).decode() or "QQ=="}
+        place.cluster.put(SECRETS, found)
+        with pytest.raises(ConfigError, match="expected the map of servers"):
+            await asyncio.to_thread(place.open().read)
+
+
+async def test_a_map_that_does_not_fit_is_refused_before_it_is_sent(place: Place) -> None:
+    store = place.open()
+    await asyncio.to_thread(store.read)
+    large = random.Random(1).randbytes(MAX_PACKED_BYTES + 1)
+    with pytest.raises(OSError, match="use fewer buckets"):
+        await asyncio.to_thread(store.write, large)
+
+
+async def test_the_secret_of_another_job_is_not_touched(place: Place) -> None:
+    place.cluster.put(SECRETS, secret("another"))
+    with pytest.raises(TransientError, match="belongs to another job"):
+        await asyncio.to_thread(place.open().read)
+    place.cluster.remove(SECRETS, NAME)
+    with pytest.raises(TransientError, match=NAME):
+        await asyncio.to_thread(place.open().read)
