@@ -92,6 +92,7 @@ class ProgressFields(TypedDict, total=False):
     unsaved: str
     store: TargetFields | None
     polls: bool
+    agrees: bool
     loader: LoaderFields | None
     spent: Mapping[str, float]
     wrong: Sequence[WrongFields]

@@ -66,6 +66,9 @@ class WorkerProgress(Wire):
     polls: bool = False
     """True if the script calls ``should_stop()``: it is then asked to stop before it gets a
     signal."""
+    agrees: bool = False
+    """True if the ranks agree on a last step and save it when the script is asked to stop: before a
+    planned change they have the time for this."""
     loader: LoaderState | None = None
     """The state of its ``ElasticLoader``; None if it has none."""
     spent: Spent = Field(default_factory=dict)

@@ -36,7 +36,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Self, SupportsFloat
 
 from dlrover_py.protocol.checkpoint_id import CheckpointId
@@ -270,6 +269,7 @@ class Checkpointer:
         script ends on request. The property is always false without an agent.
         """
         self._polls_stop = True
+        session.report_agreement()  # once; before a step that no save has followed yet
         context, votes, previous = self._opened, self._votes, self._schedule.previous
         alone = context is None or context.world == 1
         if not votes.stop and alone and (not self.stats.calls or previous == self._last_due_step):
@@ -328,12 +328,7 @@ class Checkpointer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
         else:

@@ -129,6 +129,7 @@ class Session:
         self._unsaved = ""
         self._store: TargetFields | None = None
         self._polls = False
+        self._agrees = False
         self._loader: LoaderFields | None = None
         self._tuning = settings.loader
         self._unsent = False
@@ -315,6 +316,15 @@ class Session:
                 self._send()
         return bool(self.stop_reason)
 
+    def report_agreement(self) -> None:
+        """Report that the script stops on request, after a step that its ranks agree on and save.
+
+        The report is sent now, once. Nothing is sent without an agent, or in a forked child.
+        """
+        if self._may_send() and not self._agrees:
+            self._polls = self._agrees = True
+            self._send()
+
     def close(self, wait_s: float = EXIT_WAIT_S) -> None:
         """Send the unsent report, if there is one, and close the socket.
 
@@ -429,6 +439,7 @@ class Session:
             "unsaved": self._unsaved,
             "store": self._store,
             "polls": self._polls,
+            "agrees": self._agrees,
             "loader": self._loader,
             "spent": {name: int(1000 * s) / 1000 for name, s in self._spent.items()},
             "wrong": [one for one in (self._not_finite, self._replicas_differ) if one is not None],
@@ -601,6 +612,16 @@ def report_store(dir: str, keep: Mapping[str, int], spare: Sequence[str] = ()) -
             its rules.
     """
     _current().report_store(dir, keep, spare)
+
+
+def report_agreement() -> None:
+    """Report to the agent that all ranks of this script end after the same step, which they save.
+
+    Before a planned change, the agent then gives them the time for this, even if they have saved
+    nothing yet. :class:`dlrover_py.trainer.Checkpointer` calls this when ``should_stop`` is read,
+    and frameworks that always read it call it before their first step.
+    """
+    _current().report_agreement()
 
 
 def report_loader(state: LoaderFields, *, urgent: bool = False) -> None:

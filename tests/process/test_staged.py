@@ -418,6 +418,7 @@ def test_all_ranks_stop_after_the_same_step_and_save_it(folder: Path, every: int
     while True:
         data, sender = agent.recvfrom(8192)
         news = json.loads(data)
+        assert news["agrees"] or news["step"] is None, "the agent must learn it before a step ends"
         if news["polls"] and max(news["staged"] or 0, news["step"] or 0) > 20:
             break
     agent.sendto(WorkerRequest(stop="the node is drained").encode(), sender)

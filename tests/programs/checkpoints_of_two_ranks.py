@@ -56,12 +56,12 @@ def by_a_clock_of_its_own() -> None:
 def until_it_should_stop() -> None:
     """Trains until it should stop; says its last step, and the newest that is staged."""
     with Checkpointer(every=int(given)) as checkpointer:
-        for step in range(1, 10**6):
+        step = 0
+        while not checkpointer.should_stop:
+            step += 1
             session.report_step(step)
-            checkpointer.save(step, state)
-            if checkpointer.should_stop:
-                break
             dist.all_reduce(torch.zeros(1))
+            checkpointer.save(step, state)
         newest = max(s.step for s in stager_of(checkpointer).found() if s is not None)
     say([step, newest])
 

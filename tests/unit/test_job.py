@@ -1323,6 +1323,23 @@ def test_nodes_that_get_warm_before_the_first_round_come_together() -> None:
     assert bench.job.state.round == 1
 
 
+def test_nodes_that_get_warm_after_all_were_lost_come_together() -> None:
+    bench = running(elastic_job(2, 1))
+    for node in list(bench.members):
+        bench.kill(NodeId(node))
+    bench.step()
+    bench.deliver_facts()
+    _, late = [bench.boot(NodeId(node)) for node in ("n2", "n3")]
+    late.warming = True
+    bench.exchange()
+    bench.pass_time(5.0)
+    assert bench.job.state.round == 1, "a round of one node would be interrupted in a moment"
+    late.warming = False
+    bench.settle()
+    assert bench.members == ["n2", "n3"]
+    assert bench.job.state.round == 2
+
+
 def test_the_early_death_of_a_forked_worker_is_tried_cold_and_not_charged() -> None:
     bench = running()
     bench.agent("n1").fail(crash(FailureKind.EXCEPTION, fingerprint="E@f:1", forked=True))

@@ -60,6 +60,31 @@ async def test_a_report_of_another_version_is_refused_once_a_round_and_in_words(
     server.close()
 
 
+async def test_a_script_that_agrees_may_end_its_first_step_before_it_has_saved_one(
+    path: Path,
+) -> None:
+    server = SdkServer(path, 2, lambda progress: None, Listener())
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as link:
+        link.connect(str(path))
+        link.bind(b"")  # a name, for answers
+        for local_rank, agrees in ((0, True), (1, False)):
+            link.send(
+                sdk.encode(
+                    {
+                        "round": 0,
+                        "local_rank": local_rank,
+                        "polls": True,
+                        "agrees": agrees,
+                        "step": 1,
+                    }
+                )
+            )
+        assert (server.stop_pollers, server.last_step_savers) == ({0, 1}, {0})
+        server.new_round(1)
+        assert server.last_step_savers == set()
+    server.close()
+
+
 async def test_a_datagram_that_was_cut_is_refused_by_its_size(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -420,6 +420,16 @@ def test_question_is_announced_once_and_at_once(agent: Agent, worker: Session) -
     assert told == WorkerProgress(round=3, local_rank=1, step=1, polls=True)
 
 
+def test_agreement_is_announced_once_and_at_once(agent: Agent, worker: Session) -> None:
+    worker.report_agreement()
+    assert agent.news() == WorkerProgress(round=3, local_rank=1, polls=True, agrees=True)
+    worker.report_agreement()
+    assert not worker.should_stop()
+    assert agent.waiting() == []
+    worker.report_step(1, None, {})
+    assert agent.news().agrees
+
+
 def test_order_to_stop_is_seen_and_stays(agent: Agent, worker: Session) -> None:
     assert not worker.should_stop()
     agent.news()

@@ -214,8 +214,9 @@ class SdkServer(WorkerSocket):
             if progress.store is not None:
                 self._checkpoints.stores(progress.store)
             self._checkpoints.unsaved(progress.local_rank, progress.unsaved)
-            if progress.staged is not None:
+            if progress.agrees or progress.staged is not None:
                 self._savers.add(progress.local_rank)
+            if progress.staged is not None:
                 self._checkpoints.staged(progress.local_rank, progress.staged)
 
     def close(self) -> None:

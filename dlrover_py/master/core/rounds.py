@@ -205,15 +205,17 @@ class Rounds:
     def _expected_nodes(self, pending: PendingRound) -> int:
         """Return the number of nodes that are not ready yet, but are worth waiting for.
 
-        The kind ``start`` means that no worker runs. All nodes that are `Readiness.NEAR` count
-        then, and living nodes that are being warmed or checked.
+        The kind ``start`` means that no worker runs. The same holds if all members of the last
+        round are lost. All nodes that are `Readiness.NEAR` count then, and living nodes that are
+        being warmed or checked.
 
-        Only nodes that are `Readiness.NEAR` count for other kinds. A node that never reported
+        Only nodes that are `Readiness.NEAR` count otherwise. A node that never reported
         does not count if a living node can start its workers warm. If none can, such a node counts
         unless the platform says that its process does not run yet.
         """
         near = self.live.nodes.count(Readiness.NEAR)
-        if pending.kind == "start":  # no worker runs: one start is better than many
+        if pending.kind == "start" or not self._any_survivor():
+            # No worker runs: one start is better than many.
             return near + self.live.nodes.count(Readiness.PENDING, alive=True)
         if near and self.live.nodes.any_warm:
             # A new node has to import modules first; nodes that are there can go on in a moment.
@@ -222,6 +224,12 @@ class Rounds:
             # Their images may have to be pulled.
             near -= self.live.nodes.count(Readiness.NEAR, alive=False, runs=False)
         return near
+
+    def _any_survivor(self) -> bool:
+        """Return whether a member of the last round lives and stays in the job."""
+        members = self.state.world.members if self.state.world is not None else ()
+        nodes = (self.live.nodes.get(member.node) for member in members)
+        return any(node is not None and node.alive and not node.leaving for node in nodes)
 
     def _look_for_change(self, size: Size, ready: int, current: int) -> None:
         """Declare a next round if the job has none yet, must shrink, or can grow.

@@ -405,6 +405,7 @@ class _Run:
 
     def load(self) -> None:
         """Load the newest checkpoint, if there is one. All ranks call it together."""
+        session.report_agreement()  # before the first step, which a planned change must not cut off
         if self.checkpointer.load(self._state) is None:
             return
         # That of fit(ckpt_path=…) is for the first start: it is older than ours.
