@@ -20,6 +20,8 @@ if TYPE_CHECKING:
         normal,
         row_adagrad,
         sgd,
+        ssp,
+        sync,
         uniform,
     )
 
@@ -42,6 +44,8 @@ __all__ = [
     "row_adagrad",
     "save",
     "sgd",
+    "ssp",
+    "sync",
     "uniform",
 ]
 

@@ -10,7 +10,7 @@ import msgspec
 
 from dlrover_py.process.blocking import read_regular
 from dlrover_py.protocol.errors import ConfigError
-from dlrover_py.protocol.names import ENV_LIFELINE_FD, ENV_NODE_ID, ENV_PS, is_server
+from dlrover_py.protocol.names import ENV_LIFELINE_FD, ENV_NODE_ID, ENV_PS, ENV_ROUND, is_server
 from dlrover_py.ps.wire import JobAccess
 
 MAX_ACCESS_BYTES = 65536
@@ -26,6 +26,8 @@ class Settings:
     """Global rank of this worker (``RANK``)."""
     world: int = 1
     """Number of workers (``WORLD_SIZE``)."""
+    round: int = 0
+    """Number of the round in which it was started (``DLROVER_ROUND``)."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Self:
@@ -35,14 +37,18 @@ class Settings:
             environ: The variables. None: those of this process.
 
         Raises:
-            ConfigError: ``WORLD_SIZE`` is no number.
+            ConfigError: ``WORLD_SIZE`` or ``DLROVER_ROUND`` is no number.
         """
         environ = os.environ if environ is None else environ
         path = environ.get(ENV_PS, "")
         world = environ.get("WORLD_SIZE") or "1"
         if not world.isdecimal():
             raise ConfigError(f"WORLD_SIZE is {world!r}: expected the number of workers")
-        return cls(Path(path) if path else None, environ.get("RANK") or "0", int(world))
+        started = environ.get(ENV_ROUND) or "0"
+        if not started.isdecimal():
+            raise ConfigError(f"{ENV_ROUND} is {started!r}: expected the number of a round")
+        rank = environ.get("RANK") or "0"
+        return cls(Path(path) if path else None, rank, int(world), int(started))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
 """The form of a table's name."""
 MAX_DIM = 8192
 """The largest number of values in a row."""
+MAX_STALENESS = 1 << 20
 
 
 class OptimizerKind(StrEnum):
@@ -89,6 +90,25 @@ class Formats:
     push: RowFormat = RowFormat.FP32
 
 
+class ConsistencyKind(StrEnum):
+    """What a worker may see of the steps of other workers."""
+
+    ASYNC = "async"
+    SSP = "ssp"
+    SYNC = "sync"
+
+
+@dataclass(frozen=True, slots=True)
+class Consistency:
+    """How the steps of all workers of a job are ordered. It cannot change while a job runs."""
+
+    kind: ConsistencyKind = ConsistencyKind.ASYNC
+    staleness: int = 0
+    """For ``ssp``: how many steps a worker may be ahead of the slowest one."""
+    silence_s: float = 5.0
+    """Seconds without a word after which the others go on without a worker."""
+
+
 @dataclass(frozen=True, slots=True)
 class TableSpec:
     """One table. It cannot change while a job runs."""
@@ -150,6 +170,51 @@ def formats(*, pull: str = "fp32", push: str = "fp32") -> Formats:
     if push not in names:
         raise ConfigError(f"expected push to be one of {', '.join(names)}, found {push!r}")
     return Formats(RowFormat(pull), RowFormat(push))
+
+
+def check_consistency(given: Consistency) -> None:
+    """Check that workers can step in this way.
+
+    Raises:
+        ConfigError: A number is outside its bounds.
+    """
+    ssp = given.kind is ConsistencyKind.SSP
+    if not (1 if ssp else 0) <= given.staleness <= MAX_STALENESS or (given.staleness and not ssp):
+        raise ConfigError(
+            f"expected a staleness of 1 to {MAX_STALENESS} for ssp, and of 0 otherwise, found "
+            f"{given.staleness} for {given.kind}"
+        )
+    if not 0 < given.silence_s < math.inf:
+        raise ConfigError(f"expected a silence of more than 0 s, found {given.silence_s}")
+
+
+def sync(*, silence_s: float = 5.0) -> Consistency:
+    """Return that the pushes of all workers in a step are applied together.
+
+    Args:
+        silence_s: Seconds without a word after which the others go on without a worker.
+
+    Raises:
+        ConfigError: The number is not above 0.
+    """
+    found = Consistency(ConsistencyKind.SYNC, silence_s=silence_s)
+    check_consistency(found)
+    return found
+
+
+def ssp(staleness: int, *, silence_s: float = 5.0) -> Consistency:
+    """Return that no worker is more than some steps ahead of the slowest one.
+
+    Args:
+        staleness: Number of these steps, at least 1; use :func:`sync` instead of 0.
+        silence_s: Seconds without a word after which the others go on without a worker.
+
+    Raises:
+        ConfigError: A number is outside its bounds.
+    """
+    found = Consistency(ConsistencyKind.SSP, staleness, silence_s)
+    check_consistency(found)
+    return found
 
 
 def sgd(lr: float, *, momentum: float = 0.0, weight_decay: float = 0.0) -> OptimizerSpec:

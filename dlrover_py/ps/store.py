@@ -244,6 +244,23 @@ class Store:
             for name, arrays in self.select(payload, buckets)
         ]
 
+    def merge(self, payloads: Iterable[Payload], buckets: Collection[int]) -> Payload:
+        """Apply the sum of several pushes, as far as it is in some buckets; return the records.
+
+        Args:
+            payloads: The pushes. Their order is that of the additions.
+            buckets: The buckets.
+        """
+        parts: dict[str, list[list[Array]]] = {}
+        for payload in payloads:
+            for name, arrays in self.select(payload, buckets):
+                parts.setdefault(name, []).append(arrays)
+        joined = {
+            name: [np.concatenate(column) for column in zip(*arrays, strict=True)]
+            for name, arrays in parts.items()
+        }
+        return self.apply(list(joined.items()), range(self.buckets))
+
     def install(self, payload: Payload, buckets: Collection[int]) -> None:
         """Take over the rows of records that are in some buckets."""
         for name, arrays in self.select(payload, buckets):
