@@ -34,6 +34,7 @@ from dlrover_py.ps import messages as m
 from dlrover_py.ps.cluster_map import ClusterMap, StepId
 from dlrover_py.ps.codecs import decode as decode_rows
 from dlrover_py.ps.codecs import encode as encode_rows
+from dlrover_py.ps.feedback import Feedback
 from dlrover_py.ps.hashing import Floats, Ids, Words, bucket_of, mix, salt_of
 from dlrover_py.ps.session import PendingRequests, SendPart
 from dlrover_py.ps.settings import Settings, read_access
@@ -139,6 +140,8 @@ class PsClient:
         self._pace: _Pace | None = None
         self._seq = 0
         self._formats: dict[str, Formats] = {}
+        self._feedback: dict[str, Feedback] = {}
+        """What was not sent of the gradients of tables with ``top``."""
         self._seeds = itertools.count()
         """Seeds of random roundings: each push has another one."""
         self._address = access.address
@@ -181,6 +184,8 @@ class PsClient:
         self._post(m.CreateTable(spec))
         self._wait(lambda: self._has(spec), f"table {spec.name}")
         self._formats[spec.name] = formats
+        if 0 < formats.top < spec.dim:
+            self._feedback.setdefault(spec.name, Feedback(spec.dim, formats))
 
     def use(self, consistency: Consistency, world: int | None = None) -> None:
         """Order the steps of this worker and of all others. Call it before the first push.
@@ -246,6 +251,7 @@ class PsClient:
         """Save all tables as one cut, and wait until it exists. Every worker calls this.
 
         The cut has all pushes that the workers sent before the call, and none that they send after.
+        What was not sent of gradients, of tables with ``top``, is sent first.
 
         Args:
             step: Number of the step, of which cuts have their names.
@@ -255,6 +261,8 @@ class PsClient:
             CheckpointError: There is no directory, it cannot be written, or rows are lost.
             UnreachableError: Not all workers called in time.
         """
+        for name, one in self._feedback.items():
+            self._request({name: one.take()}, push=True, whole=True).result()
         self._meet(step, world, restore=False)
 
     def restore(self, step: int | None = None, world: int | None = None) -> int | None:
@@ -274,6 +282,8 @@ class PsClient:
             CheckpointError: There is no such cut, it is damaged, or it has other tables.
             UnreachableError: Not all workers called in time.
         """
+        for one in self._feedback.values():
+            one.clear()
         found = self._meet(-1 if step is None else step, world, restore=True)
         return None if found < 0 else found
 
@@ -295,8 +305,16 @@ class PsClient:
 
     # --- The caller's thread ---
 
-    def _request(self, tables: "Mapping[str, Sequence[Any]]", *, push: bool) -> "Future[Any]":
-        """Check and order the arrays of a request, and pass it to the thread."""
+    def _request(
+        self, tables: "Mapping[str, Sequence[Any]]", *, push: bool, whole: bool = False
+    ) -> "Future[Any]":
+        """Check and order the arrays of a request, and pass it to the thread.
+
+        Args:
+            tables: The arrays of each table.
+            push: Whether it is a push.
+            whole: Whether all values of gradients are sent now, whatever their ``top`` is.
+        """
         count = len(self.map.placements)
         parts: list[_TableRows] = []
         size = 0
@@ -311,16 +329,17 @@ class PsClient:
                 raise ConfigError(
                     f"a request has more than {MAX_REQUEST_BYTES} bytes: use smaller batches"
                 )
+            used = self._formats.get(name, Formats())
+            if push:
+                seed = np.array([next(self._seeds), salt_of(self.name), salt_of(name)], "u8")
+                feedback = None if whole else self._feedback.get(name)
+                ids, arrays = _encoded(spec, used.push, ids, np.asarray(arrays[1]), seed, feedback)
             of = bucket_of(np.ascontiguousarray(ids), salt_of(name), count)
             order = np.argsort(of, kind="stable")
             sizes = np.bincount(of, minlength=count)
             touched |= sizes > 0
             starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
             ordered = [np.asarray(array)[order] for array in arrays]
-            used = self._formats.get(name, Formats())
-            if push:
-                seed = np.array([next(self._seeds), salt_of(self.name), salt_of(name)], "u8")
-                ordered[1:] = _encoded(spec, used.push, ordered[1], seed)
             rows = None if push else np.empty((len(ids), spec.dim), np.float32)
             parts.append(_TableRows(name, ordered, starts, order, rows, used.pull))
         buckets = tuple(np.flatnonzero(touched).tolist())
@@ -779,28 +798,42 @@ def _checked_ids(spec: TableSpec, arrays: "Sequence[Any]", *, push: bool) -> Ids
     return ids
 
 
-def _encoded(spec: TableSpec, format: RowFormat, grads: Floats, seed: Words) -> list[Any]:
-    """Return the arrays that carry gradients. A push that is sent again has the same ones.
+def _encoded(
+    spec: TableSpec,
+    format: RowFormat,
+    ids: Ids,
+    grads: Floats,
+    seed: Words,
+    feedback: Feedback | None,
+) -> tuple[Ids, list[Any]]:
+    """Return the ids of a push, and all its arrays. A push that is sent again has the same ones.
 
     Args:
         spec: The table.
         format: The format of its gradients.
+        ids: The ids.
         grads: The gradients, float32.
         seed: Numbers on which the random rounding depends.
+        feedback: What was not sent before, if only some values are sent. None: all are.
 
     Raises:
         ConfigError: The format does not have such a number.
     """
-    if format is RowFormat.FP32:
-        return [grads]
-    arrays = encode_rows(grads, format, int(np.bitwise_xor.reduce(mix(seed))))
-    carried = decode_rows(arrays)
+    if feedback is not None:
+        if not np.isfinite(grads).all():  # it would stay in the memory
+            raise ConfigError(f"table {spec.name}: a gradient is infinite or not a number")
+        ids, arrays = feedback.encode(ids, grads, int(np.bitwise_xor.reduce(mix(seed))))
+    elif format is RowFormat.FP32:
+        return ids, [ids, grads]
+    else:
+        arrays = encode_rows(grads, format, int(np.bitwise_xor.reduce(mix(seed))))
+    carried = decode_rows(arrays, spec.dim)
     if carried is None or not np.isfinite(carried).all():
         raise ConfigError(
             f"table {spec.name}: expected gradients that are numbers which {format} has, found "
             f"values up to {np.abs(grads).max()}; use bf16 for large ones"
         )
-    return arrays
+    return ids, [ids, *arrays]
 
 
 def _result(request: _Request) -> dict[str, Floats]:

@@ -88,6 +88,8 @@ class Formats:
 
     pull: RowFormat = RowFormat.FP32
     push: RowFormat = RowFormat.FP32
+    top: int = 0
+    """How many values of a gradient's row are sent; the rest is kept for later. 0: all."""
 
 
 class ConsistencyKind(StrEnum):
@@ -154,22 +156,26 @@ def check_table(spec: TableSpec) -> None:
         raise ConfigError(f"table {spec.name}: the seed must be at least 0 and below 2**63")
 
 
-def formats(*, pull: str = "fp32", push: str = "fp32") -> Formats:
+def formats(*, pull: str = "fp32", push: str = "fp32", top: int = 0) -> Formats:
     """Return how messages carry the rows and the gradients of a table.
 
     Args:
         pull: Format of rows: ``fp32``, ``fp16`` or ``bf16``.
         push: Format of gradients: one of these, or ``int8``.
+        top: Values of each gradient's row that are sent: the largest ones. The worker keeps the
+            rest, and adds it to the next gradient of the row. 0: all values are sent.
 
     Raises:
-        ConfigError: A format is unknown, or rows shall come as ``int8``.
+        ConfigError: A format is unknown, rows shall come as ``int8``, or ``top`` is negative.
     """
     names = [one.value for one in RowFormat]
     if pull not in names[:-1]:
         raise ConfigError(f"expected pull to be one of {', '.join(names[:-1])}, found {pull!r}")
     if push not in names:
         raise ConfigError(f"expected push to be one of {', '.join(names)}, found {push!r}")
-    return Formats(RowFormat(pull), RowFormat(push))
+    if not 0 <= top <= MAX_DIM:
+        raise ConfigError(f"expected 0 to {MAX_DIM} values of each row, found top={top}")
+    return Formats(RowFormat(pull), RowFormat(push), top)
 
 
 def check_consistency(given: Consistency) -> None:

@@ -178,12 +178,15 @@ class Store:
         """
         self.buckets = buckets
         self.tables: dict[str, Table] = {}
+        self.dims: dict[str, int] = {}
+        """Values in a row of each table."""
 
     def add(self, specs: Iterable[TableSpec]) -> None:
         """Make the tables that do not exist yet."""
         for spec in specs:
             if spec.name not in self.tables:
                 self.tables[spec.name] = Table(spec)
+                self.dims[spec.name] = spec.dim
 
     def knows(self, payload: Payload) -> bool:
         """Return whether all tables of a payload exist here."""
