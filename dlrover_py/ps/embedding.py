@@ -18,7 +18,7 @@ from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.ps import specs
 from dlrover_py.ps.client import PsClient, connect
 from dlrover_py.ps.hashing import Floats, Ids
-from dlrover_py.ps.specs import Consistency, Formats, InitSpec, OptimizerSpec, TableSpec
+from dlrover_py.ps.specs import Consistency, Formats, InitSpec, Keep, OptimizerSpec, TableSpec
 
 _default: list[PsClient] = []
 
@@ -36,6 +36,7 @@ class TableOptions(TypedDict, total=False):
 
     optimizer: OptimizerSpec | None
     init: InitSpec | None
+    keep: Keep | None
     formats: Formats | None
     padding_idx: int | None
     client: PsClient | None
@@ -51,6 +52,7 @@ class _Rows(nn.Module):
         *,
         optimizer: OptimizerSpec | None = None,
         init: InitSpec | None = None,
+        keep: Keep | None = None,
         formats: Formats | None = None,
         padding_idx: int | None = None,
         client: PsClient | None = None,
@@ -62,6 +64,7 @@ class _Rows(nn.Module):
             dim: Values in a row.
             optimizer: How the servers change rows. None: Adagrad with a learning rate of 0.01.
             init: First values of rows. None: normal, as in ``nn.Embedding``.
+            keep: Which rows get memory, and keep it. None: all.
             formats: Formats of rows and gradients in messages. None: float32.
             padding_idx: An id whose row is 0 and gets no gradient; a bag leaves it out.
             client: The connection. None: that of this process.
@@ -70,7 +73,8 @@ class _Rows(nn.Module):
             ConfigError: The table exists with other properties, or a number is wrong.
         """
         super().__init__()
-        self.table = TableSpec(name, dim, optimizer or specs.adagrad(0.01), init or specs.normal())
+        optimizer, init = optimizer or specs.adagrad(0.01), init or specs.normal()
+        self.table = TableSpec(name, dim, optimizer, init, keep or specs.keep())
         self.client = client or default_client()
         self.client.create(self.table, formats)
         self.padding_idx = padding_idx

@@ -12,6 +12,8 @@ NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
 MAX_DIM = 8192
 """The largest number of values in a row."""
 MAX_STALENESS = 1 << 20
+MAX_COUNTED = 200
+"""The greatest number of pushes that may be asked for before a row gets memory."""
 
 
 class OptimizerKind(StrEnum):
@@ -112,6 +114,16 @@ class Consistency:
 
 
 @dataclass(frozen=True, slots=True)
+class Keep:
+    """Which rows of a table get memory on the servers, and keep it."""
+
+    min_count: int = 1
+    """Pushes of an id after which it gets a row. The gradients before are dropped."""
+    max_rows: int = 0
+    """Rows of the table on all servers, without copies. 0: any number."""
+
+
+@dataclass(frozen=True, slots=True)
 class TableSpec:
     """One table. It cannot change while a job runs."""
 
@@ -121,6 +133,7 @@ class TableSpec:
         default_factory=lambda: OptimizerSpec(OptimizerKind.ADAGRAD, 0.01)
     )
     init: InitSpec = field(default_factory=InitSpec)
+    keep: Keep = field(default_factory=Keep)
 
 
 def check_table(spec: TableSpec) -> None:
@@ -152,6 +165,11 @@ def check_table(spec: TableSpec) -> None:
         raise ConfigError(f"table {spec.name}: FTRL needs a learning rate above 0")
     if not (0 <= optimizer.beta1 < 1 and 0 <= optimizer.beta2 < 1):
         raise ConfigError(f"table {spec.name}: beta1 and beta2 must be at least 0 and below 1")
+    if not 1 <= spec.keep.min_count <= MAX_COUNTED or not 0 <= spec.keep.max_rows < 1 << 48:
+        raise ConfigError(
+            f"table {spec.name}: expected a min_count of 1 to {MAX_COUNTED} and a max_rows of at "
+            f"least 0, found {spec.keep}"
+        )
     if not 0 <= spec.init.seed < 1 << 63:
         raise ConfigError(f"table {spec.name}: the seed must be at least 0 and below 2**63")
 
@@ -221,6 +239,18 @@ def ssp(staleness: int, *, silence_s: float = 5.0) -> Consistency:
     found = Consistency(ConsistencyKind.SSP, staleness, silence_s)
     check_consistency(found)
     return found
+
+
+def keep(*, min_count: int = 1, max_rows: int = 0) -> Keep:
+    """Return which rows of a table get memory on the servers, and keep it.
+
+    Args:
+        min_count: Pushes of an id after which it gets a row; at most 200. The gradients before are
+            dropped.
+        max_rows: Rows of the table on all servers, without copies. Rows that were not pushed for
+            the longest time are dropped when there are more. 0: any number.
+    """
+    return Keep(min_count, max_rows)
 
 
 def sgd(lr: float, *, momentum: float = 0.0, weight_decay: float = 0.0) -> OptimizerSpec:
