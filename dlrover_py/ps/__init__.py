@@ -17,9 +17,12 @@ if TYPE_CHECKING:
         adam,
         formats,
         ftrl,
+        keep,
         normal,
         row_adagrad,
         sgd,
+        ssp,
+        sync,
         uniform,
     )
 
@@ -36,12 +39,15 @@ __all__ = [
     "connect",
     "formats",
     "ftrl",
+    "keep",
     "normal",
     "replace_embeddings",
     "restore",
     "row_adagrad",
     "save",
     "sgd",
+    "ssp",
+    "sync",
     "uniform",
 ]
 

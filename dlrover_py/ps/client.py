@@ -2,6 +2,10 @@
 
 Pushes go one after the other: the next one starts when all buckets of the last are acknowledged. A
 push that is sent again, to whichever server, keeps its number, so it counts once.
+
+With steps of all workers (``sync`` and ``ssp``), each push ends a step of this worker. With
+``sync``, a push waits on the servers until the step is over. If the group of workers has changed
+before, it is sent again as a push of the next step, under a new number.
 """
 
 import contextlib
@@ -27,13 +31,15 @@ from dlrover_py.protocol.errors import (
     UnreachableError,
 )
 from dlrover_py.ps import messages as m
-from dlrover_py.ps.cluster_map import ClusterMap
+from dlrover_py.ps.cluster_map import ClusterMap, StepId
 from dlrover_py.ps.codecs import decode as decode_rows
 from dlrover_py.ps.codecs import encode as encode_rows
+from dlrover_py.ps.feedback import Feedback
 from dlrover_py.ps.hashing import Floats, Ids, Words, bucket_of, mix, salt_of
 from dlrover_py.ps.session import PendingRequests, SendPart
 from dlrover_py.ps.settings import Settings, read_access
-from dlrover_py.ps.specs import Formats, RowFormat, TableSpec
+from dlrover_py.ps.specs import Consistency, ConsistencyKind, Formats, RowFormat, TableSpec
+from dlrover_py.ps.steps import Fate, StepFollower
 from dlrover_py.ps.store import Payload
 from dlrover_py.ps.wire import JobAccess, WireError, decode, new_context, send
 
@@ -41,8 +47,10 @@ MAX_REQUEST_BYTES = 256 << 20
 """Bytes of the arrays of one request."""
 WATCH_S = 5.0
 ASK_S = 0.5
-"""Seconds after which the coordinator is asked again what became of a meeting."""
+"""Seconds after which the coordinator is asked again what became of a meeting, or of a step."""
 TICK_S = 0.05
+LEAVING_MS = 200
+"""Milliseconds for the last word of a worker, after which others do not wait for it."""
 
 
 class DataLossError(DLRoverError):
@@ -73,6 +81,21 @@ class _Request:
     push: bool
     deadline: float
     future: "Future[Any]" = field(default_factory=Future)
+    step: StepId = (0, 0)
+    """The step of the workers that this push ends."""
+
+
+@dataclass(slots=True)
+class _Pace:
+    """How this worker steps with others."""
+
+    follower: StepFollower
+    world: int
+    round: int
+    push: _Request | None = None
+    """A push that all servers have, whose step others have not ended yet."""
+    due: float = 0.0
+    """When it says again how far it is."""
 
 
 @dataclass(slots=True)
@@ -107,15 +130,18 @@ class PsClient:
         self._broken: DLRoverError | None = None
         """Why this client can do nothing more."""
         self._changed = threading.Condition()
-        self._commands: deque[_Request | _Meeting | TableSpec] = deque()
+        self._commands: deque[_Request | _Meeting | m.CreateTable | m.UseConsistency] = deque()
         self._refusal = ""
         self._requests = PendingRequests()
         self._open: dict[int, _Request] = {}
         self._pushes: deque[_Request | _Meeting] = deque()
         self._meeting: _Meeting | None = None
         self._meetings = 0
+        self._pace: _Pace | None = None
         self._seq = 0
         self._formats: dict[str, Formats] = {}
+        self._feedback: dict[str, Feedback] = {}
+        """What was not sent of the gradients of tables with ``top``."""
         self._seeds = itertools.count()
         """Seeds of random roundings: each push has another one."""
         self._address = access.address
@@ -155,9 +181,39 @@ class PsClient:
             raise ConfigError(f"table {spec.name} is used twice: with {known}, and with {formats}")
         with self._changed:
             self._refusal = ""
-        self._post(spec)
+        self._post(m.CreateTable(spec))
         self._wait(lambda: self._has(spec), f"table {spec.name}")
         self._formats[spec.name] = formats
+        if 0 < formats.top < spec.dim:
+            self._feedback.setdefault(spec.name, Feedback(spec.dim, formats))
+
+    def use(self, consistency: Consistency, world: int | None = None) -> None:
+        """Order the steps of this worker and of all others. Call it before the first push.
+
+        Each push then ends a step. Its future is done when the next step may begin.
+
+        Args:
+            consistency: What workers see of the steps of others. It is the same for all.
+            world: Number of workers. None: ``WORLD_SIZE``.
+
+        Raises:
+            ConfigError: The workers of this job use another one, or it is malformed.
+            UnreachableError: The coordinator did not answer.
+        """
+        with self._changed:
+            self._refusal = ""
+        self._post(m.UseConsistency(consistency))
+        self._wait(lambda: self.map.steps.consistency == consistency, f"{consistency}")
+        if consistency.kind is not ConsistencyKind.ASYNC and self._pace is None:
+            settings = Settings.from_environment()
+            workers = settings.world if world is None else world
+            self._pace = _Pace(StepFollower(consistency), workers, settings.round)
+            self._wake()
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether the pushes of all workers in a step are applied together."""
+        return self._pace is not None and self._pace.follower.sync
 
     def pull(self, ids: Mapping[str, Ids]) -> "Future[dict[str, Floats]]":
         """Ask for rows.
@@ -181,9 +237,9 @@ class PsClient:
             grads: Ids, int64, shape ``[n]``, and gradients, float32, shape ``[n, dim]``, by table.
 
         Returns:
-            Done when all gradients are acknowledged. It may raise :class:`DataLossError`,
-            ``SupersededError`` (a newer client of this name exists), ``UnreachableError`` or
-            ``ConfigError``.
+            Done when all gradients are acknowledged, and the next step may begin. It may raise
+            :class:`DataLossError`, ``SupersededError`` (a newer client of this name exists, or the
+            others went on without this one), ``UnreachableError`` or ``ConfigError``.
 
         Raises:
             ConfigError: An array has another type or shape, a gradient is no number that the format
@@ -195,6 +251,7 @@ class PsClient:
         """Save all tables as one cut, and wait until it exists. Every worker calls this.
 
         The cut has all pushes that the workers sent before the call, and none that they send after.
+        What was not sent of gradients, of tables with ``top``, is sent first.
 
         Args:
             step: Number of the step, of which cuts have their names.
@@ -204,6 +261,8 @@ class PsClient:
             CheckpointError: There is no directory, it cannot be written, or rows are lost.
             UnreachableError: Not all workers called in time.
         """
+        for name, one in self._feedback.items():
+            self._request({name: one.take()}, push=True, whole=True).result()
         self._meet(step, world, restore=False)
 
     def restore(self, step: int | None = None, world: int | None = None) -> int | None:
@@ -223,6 +282,8 @@ class PsClient:
             CheckpointError: There is no such cut, it is damaged, or it has other tables.
             UnreachableError: Not all workers called in time.
         """
+        for one in self._feedback.values():
+            one.clear()
         found = self._meet(-1 if step is None else step, world, restore=True)
         return None if found < 0 else found
 
@@ -244,8 +305,16 @@ class PsClient:
 
     # --- The caller's thread ---
 
-    def _request(self, tables: "Mapping[str, Sequence[Any]]", *, push: bool) -> "Future[Any]":
-        """Check and order the arrays of a request, and pass it to the thread."""
+    def _request(
+        self, tables: "Mapping[str, Sequence[Any]]", *, push: bool, whole: bool = False
+    ) -> "Future[Any]":
+        """Check and order the arrays of a request, and pass it to the thread.
+
+        Args:
+            tables: The arrays of each table.
+            push: Whether it is a push.
+            whole: Whether all values of gradients are sent now, whatever their ``top`` is.
+        """
         count = len(self.map.placements)
         parts: list[_TableRows] = []
         size = 0
@@ -260,21 +329,22 @@ class PsClient:
                 raise ConfigError(
                     f"a request has more than {MAX_REQUEST_BYTES} bytes: use smaller batches"
                 )
+            used = self._formats.get(name, Formats())
+            if push:
+                seed = np.array([next(self._seeds), salt_of(self.name), salt_of(name)], "u8")
+                feedback = None if whole else self._feedback.get(name)
+                ids, arrays = _encoded(spec, used.push, ids, np.asarray(arrays[1]), seed, feedback)
             of = bucket_of(np.ascontiguousarray(ids), salt_of(name), count)
             order = np.argsort(of, kind="stable")
             sizes = np.bincount(of, minlength=count)
             touched |= sizes > 0
             starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
             ordered = [np.asarray(array)[order] for array in arrays]
-            used = self._formats.get(name, Formats())
-            if push:
-                seed = np.array([next(self._seeds), salt_of(self.name), salt_of(name)], "u8")
-                ordered[1:] = _encoded(spec, used.push, ordered[1], seed)
             rows = None if push else np.empty((len(ids), spec.dim), np.float32)
             parts.append(_TableRows(name, ordered, starts, order, rows, used.pull))
         buckets = tuple(np.flatnonzero(touched).tolist())
         request = _Request(parts, buckets, push, time.monotonic() + self._timeout_s)
-        if not buckets:
+        if not buckets and not (push and self._pace):
             request.future.set_result(_result(request))
             return request.future
         self._post(request)
@@ -310,7 +380,7 @@ class PsClient:
             raise CheckpointError(f"the tables were {verb}: {met.words}")
         return met.step
 
-    def _post(self, command: _Request | _Meeting | TableSpec) -> None:
+    def _post(self, command: _Request | _Meeting | m.CreateTable | m.UseConsistency) -> None:
         if self._broken is not None:
             raise self._broken
         self._commands.append(command)
@@ -384,13 +454,14 @@ class PsClient:
                 self._tick(time.monotonic())
         finally:
             self._fail_all(UnreachableError("the client was closed"))
-            context.destroy(linger=0)
+            self._report(leaving=True)
+            context.destroy(linger=LEAVING_MS)
 
     def _take_commands(self) -> None:
         while self._commands:
             command = self._commands.popleft()
-            if isinstance(command, TableSpec):
-                self._send("", m.CreateTable(command))
+            if isinstance(command, m.CreateTable | m.UseConsistency):
+                self._send("", command)
             elif isinstance(command, _Meeting) or command.push:
                 self._pushes.append(command)
             else:
@@ -398,15 +469,70 @@ class PsClient:
         self._next_push()
 
     def _next_push(self) -> None:
-        """Start the oldest waiting push or meeting of workers, if none is under way."""
+        """Start the oldest waiting push or meeting of workers, if none is under way.
+
+        A push waits for the other workers.
+        """
         busy = self._meeting is not None or any(one.push for one in self._open.values())
-        if self._pushes and not busy:
-            first = self._pushes.popleft()
-            if isinstance(first, _Meeting):
-                self._meeting = first
-                self._ask(first)
-            else:
-                self._start(first)
+        if not self._pushes or busy or (self._pace is not None and self._pace.push is not None):
+            return
+        first = self._pushes[0]
+        if isinstance(first, _Meeting):
+            self._pushes.popleft()
+            self._meeting = first
+            self._ask(first)
+        elif self._pace is None or self._is_member():
+            self._pushes.popleft()
+            self._start(first)
+
+    # --- Steps with other workers ---
+
+    def _is_member(self) -> bool:
+        return self.map.steps.members.get(self.name) == self._incarnation
+
+    def _report(self, *, leaving: bool = False) -> None:
+        """Say how far this worker is."""
+        pace = self._pace
+        if pace is not None and (self._broken is None or leaving):
+            pace.due = time.monotonic() + ASK_S
+            word = m.Stepped(
+                self.name, self._incarnation, pace.follower.ended, pace.world, pace.round, leaving
+            )
+            self._send("", word)
+
+    def _follow_steps(self) -> None:
+        """Go on if the newest map allows it, or begin the step again with the new group."""
+        pace, steps = self._pace, self.map.steps
+        if pace is None or not self._incarnation:
+            return
+        if self._is_member() and pace.follower.follow(steps):
+            self._report()
+        waiting = pace.push
+        if waiting is not None:
+            fate = pace.follower.fate(waiting.step, steps)
+            pace.push = waiting if fate is Fate.WAIT else None
+            if fate is Fate.GO_ON:
+                waiting.future.set_result(_result(waiting))
+            elif fate is Fate.AGAIN:
+                self._pushes.appendleft(waiting)
+        for seq, request in list(self._open.items()):
+            if request.push and pace.follower.fate(request.step, steps) is Fate.AGAIN:
+                self._requests.cancel(seq)
+                del self._open[seq]
+                self._pushes.appendleft(request)
+        self._next_push()
+
+    def _ended(self, request: _Request) -> None:
+        """Take note that all servers have a push, which ends a step of this worker."""
+        pace = self._pace
+        if not request.push or pace is None:
+            self._next_push()
+            request.future.set_result(_result(request))
+            return
+        pace.follower.end(request.step)
+        pace.push = request
+        self._report()
+        self._follow_steps()
 
     def _ask(self, meeting: _Meeting) -> None:
         meeting.due = time.monotonic() + ASK_S
@@ -425,6 +551,11 @@ class PsClient:
             request.future.set_exception(self._broken)
             return
         self._seq += 1
+        if request.push and self._pace is not None:
+            request.step = self._pace.follower.step()
+            if not request.buckets:
+                self._ended(request)
+                return
         self._open[self._seq] = request
         parts = self._requests.start(self._seq, request.buckets, time.monotonic())
         self._send_parts(self._without_lost(parts))
@@ -450,7 +581,8 @@ class PsClient:
             formats = {part.table: part.format for part in request.parts}
             message: m.Push | m.Pull = m.Pull(epoch, one.seq, one.buckets, formats)
             if request.push:
-                message = m.Push(self.name, self._incarnation, epoch, one.seq, one.buckets)
+                step = request.step if self.synchronous else (0, 0)
+                message = m.Push(self.name, self._incarnation, epoch, one.seq, one.buckets, step)
             self._send(one.server, message, payload)
 
     def _send(self, server: str, message: Any, payload: Payload | None = None) -> None:
@@ -502,7 +634,8 @@ class PsClient:
             socket = self._servers.pop(gone)
             self._poller.unregister(socket)
             socket.close()
-        self._send_parts(self._without_lost(parts))
+        self._follow_steps()
+        self._send_parts([one for one in self._without_lost(parts) if one.seq in self._open])
         if not self._joined:
             self._joined = True
             self._before = current.clients.get(self.name, 0)
@@ -515,7 +648,8 @@ class PsClient:
                 self._incarnation = newest
             self._changed.notify_all()
         if self._incarnation and newest > self._incarnation:
-            self._break(SupersededError(f"a newer client has the name {self.name}: expected one"))
+            words = f"a newer client has the name {self.name}, or the other workers went on without"
+            self._break(SupersededError(f"{words} it: expected one that is heard all the time"))
 
     def _pulled(self, message: m.Pulled, payload: Payload) -> None:
         request = self._open.get(message.seq)
@@ -538,9 +672,7 @@ class PsClient:
     def _answered(self, seq: int, buckets: tuple[int, ...]) -> None:
         self._requests.answered(seq, buckets)
         if seq in self._open and not self._requests.is_open(seq):
-            request = self._open.pop(seq)
-            self._next_push()
-            request.future.set_result(_result(request))
+            self._ended(self._open.pop(seq))
 
     def _refused(self, message: m.RefusedRequest) -> None:
         if message.reason is m.RefusalReason.MOVED:
@@ -561,6 +693,15 @@ class PsClient:
             meeting.future.set_exception(UnreachableError(words))
         elif meeting is not None and meeting.due <= now:
             self._ask(meeting)
+        pace = self._pace
+        if pace is not None and self._incarnation:
+            if pace.due <= now:
+                self._report()
+            self._next_push()
+            first = pace.push or (self._pushes[0] if self._pushes else None)
+            if isinstance(first, _Request) and first.deadline < now:
+                words = f"the other workers have not ended a step within {self._timeout_s:g} s"
+                self._break(UnreachableError(f"{words}: expected {pace.world} workers"))
         for seq, request in list(self._open.items()):
             if request.deadline < now:
                 words = f"no server has answered a request within {self._timeout_s:g} s"
@@ -582,7 +723,10 @@ class PsClient:
         self._fail_all(error)
 
     def _fail_all(self, error: DLRoverError) -> None:
-        waiting = [one for one in self._commands if not isinstance(one, TableSpec)]
+        waiting = [one for one in self._commands if isinstance(one, _Request | _Meeting)]
+        if self._pace is not None and self._pace.push is not None:
+            waiting.append(self._pace.push)
+            self._pace.push = None
         if self._meeting is not None:
             waiting.append(self._meeting)
             self._meeting = None
@@ -657,28 +801,42 @@ def _checked_ids(spec: TableSpec, arrays: "Sequence[Any]", *, push: bool) -> Ids
     return ids
 
 
-def _encoded(spec: TableSpec, format: RowFormat, grads: Floats, seed: Words) -> list[Any]:
-    """Return the arrays that carry gradients. A push that is sent again has the same ones.
+def _encoded(
+    spec: TableSpec,
+    format: RowFormat,
+    ids: Ids,
+    grads: Floats,
+    seed: Words,
+    feedback: Feedback | None,
+) -> tuple[Ids, list[Any]]:
+    """Return the ids of a push, and all its arrays. A push that is sent again has the same ones.
 
     Args:
         spec: The table.
         format: The format of its gradients.
+        ids: The ids.
         grads: The gradients, float32.
         seed: Numbers on which the random rounding depends.
+        feedback: What was not sent before, if only some values are sent. None: all are.
 
     Raises:
         ConfigError: The format does not have such a number.
     """
-    if format is RowFormat.FP32:
-        return [grads]
-    arrays = encode_rows(grads, format, int(np.bitwise_xor.reduce(mix(seed))))
-    carried = decode_rows(arrays)
+    if feedback is not None:
+        if not np.isfinite(grads).all():  # it would stay in the memory
+            raise ConfigError(f"table {spec.name}: a gradient is infinite or not a number")
+        ids, arrays = feedback.encode(ids, grads, int(np.bitwise_xor.reduce(mix(seed))))
+    elif format is RowFormat.FP32:
+        return ids, [ids, grads]
+    else:
+        arrays = encode_rows(grads, format, int(np.bitwise_xor.reduce(mix(seed))))
+    carried = decode_rows(arrays, spec.dim)
     if carried is None or not np.isfinite(carried).all():
         raise ConfigError(
             f"table {spec.name}: expected gradients that are numbers which {format} has, found "
             f"values up to {np.abs(grads).max()}; use bf16 for large ones"
         )
-    return arrays
+    return ids, [ids, *arrays]
 
 
 def _result(request: _Request) -> dict[str, Floats]:

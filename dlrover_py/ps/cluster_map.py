@@ -3,7 +3,10 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from dlrover_py.ps.specs import TableSpec
+from dlrover_py.ps.specs import Consistency, TableSpec
+
+StepId = tuple[int, int]
+"""A step of all workers: the generation of their group, and the number. ``(0, 0)`` is none."""
 
 
 class AckMode(StrEnum):
@@ -64,6 +67,35 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
+class Steps:
+    """The workers that step together, and how far they have come.
+
+    The number only grows, from one generation of the group to the next, too.
+    """
+
+    consistency: Consistency | None = None
+    """None until a worker has chosen one."""
+    generation: int = 0
+    """How often the group has changed."""
+    members: dict[str, int] = field(default_factory=dict)
+    """Incarnation of each worker of the group, by its name."""
+    done: int = 0
+    """The last step that all members have ended."""
+    ends: tuple[StepId, ...] = ()
+    """The last step of each earlier generation."""
+
+    def has(self, step: StepId) -> bool:
+        """Return whether a step is over. Otherwise it never will be, if its generation has ended.
+
+        Args:
+            step: A step of which a push was sent.
+        """
+        if step[0] == self.generation:
+            return step[1] <= self.done
+        return step[1] <= dict(self.ends).get(step[0], -1)
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterMap:
     """One state of the servers of a job. A greater epoch is newer."""
 
@@ -83,6 +115,7 @@ class ClusterMap:
     """The cut that the primaries write now. They apply no push meanwhile."""
     source: CutPlace | None = None
     """The cut that the rows were read from, or are."""
+    steps: Steps = field(default_factory=Steps)
     restored: int = 0
     """Epoch of the last return to a cut. Pushes that were sent before it are refused."""
 

@@ -4,7 +4,7 @@ A message need not name the format, because the types of the arrays tell it. All
 entry for each row, so a part of the rows is a part of each array.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -91,12 +91,30 @@ def _greatest(part: Floats) -> Floats:
     return part[:, 0]
 
 
-def decode(arrays: Sequence[Any]) -> Floats | None:
+def with_columns(columns: Any, values: list[Any]) -> list[Any]:
+    """Return the arrays that carry some columns of each row. All others are 0.
+
+    Args:
+        columns: Columns of each row, shape ``[n, k]``.
+        values: Their values, as :func:`encode` returned them.
+    """
+    return [columns.astype(np.uint16), *values]
+
+
+def decode(arrays: Sequence[Any], dim: int = 0) -> Floats | None:
     """Return the rows that arrays carry, as float32; None if they are not of such a format.
 
     Args:
-        arrays: What :func:`encode` returned, or anything else.
+        arrays: What :func:`encode` or :func:`with_columns` returned, or anything else.
+        dim: Values in a row, if the arrays may have some columns only.
     """
+    if dim and len(arrays) > 1 and (arrays[0].dtype.str, arrays[0].ndim) == ("<u2", 2):
+        columns, values = arrays[0], decode(arrays[1:])
+        if values is None or values.shape != columns.shape or (columns >= dim).any():
+            return None
+        rows = np.zeros((len(columns), dim), np.float32)
+        np.put_along_axis(rows, columns.astype(np.int64), values, axis=1)
+        return rows
     kinds = [(array.dtype.str, array.ndim) for array in arrays]
     if kinds in ([("<f4", 2)], [("<f2", 2)]):
         return arrays[0].astype(np.float32, copy=False)  # type: ignore[no-any-return]
@@ -110,10 +128,17 @@ def decode(arrays: Sequence[Any]) -> Floats | None:
     return None
 
 
-def decoded(payload: list[tuple[str, list[Any]]]) -> list[tuple[str, list[Any]]]:
-    """Return the payload of a push with float32 gradients. Other arrays stay as they are."""
+def decoded(
+    payload: list[tuple[str, list[Any]]], dims: Mapping[str, int]
+) -> list[tuple[str, list[Any]]]:
+    """Return the payload of a push with float32 gradients. Other arrays stay as they are.
+
+    Args:
+        payload: The payload.
+        dims: Values in a row of each table.
+    """
     found = []
     for table, arrays in payload:
-        rows = decode(arrays[1:])
+        rows = decode(arrays[1:], dims.get(table, 0))
         found.append((table, arrays if rows is None else [arrays[0], rows]))
     return found

@@ -20,6 +20,7 @@ from dlrover_py.ps.cuts import CutDirectory, SavedCut
 from dlrover_py.ps.map_store import MapStore
 from dlrover_py.ps.meetings import Meetings
 from dlrover_py.ps.planner import Planner, PlanRules
+from dlrover_py.ps.steps import StepGroup
 from dlrover_py.ps.wire import MAX_BODY_BYTES, JobAccess, WireError, decode, new_context, send
 
 FORGET_S = 60.0
@@ -83,6 +84,7 @@ class Coordinator:
         self._newest = source.place if source is not None else None
         """The newest cut in the life of the tables, if it is known."""
         self._meetings = Meetings()
+        self._group = StepGroup(now)
         self._renew_at = now
         self.planner = Planner(start, rules, now)
         self._context = new_context()
@@ -130,6 +132,7 @@ class Coordinator:
     def tick(self, now: float) -> None:
         """Take note of the time: silent servers count as lost."""
         self.planner.tick(now)
+        self._follow_steps(now)
         self._routes = {route: at for route, at in self._routes.items() if now - at < FORGET_S}
         if self._cut is not None and any(one.lost for one in self.planner.map.placements):
             self._fail_cut("rows were lost while it was made: their servers have died")
@@ -198,6 +201,12 @@ class Coordinator:
             case m.CreateTable():
                 planner.create_table(message.spec)
                 epoch = -1  # the answer is a map in any case
+            case m.UseConsistency():
+                planner.use(message.consistency)
+                epoch = -1
+            case m.Stepped():
+                self._group.heard(message, now)
+                self._follow_steps(now)
             case m.Drain():
                 planner.drain(message.server)
                 epoch = -1  # whoever leaves must hear that there is a coordinator
@@ -213,6 +222,10 @@ class Coordinator:
                 raise WireError(f"the coordinator takes no {type(message).__name__}")
         if epoch < planner.map.epoch == self._published:
             self._send(route, m.MapNews(planner.map))
+
+    def _follow_steps(self, now: float) -> None:
+        known = self.planner.map
+        self.planner.step(*self._group.plan(known.steps, known.clients, now))
 
     # --- Cuts ---
 

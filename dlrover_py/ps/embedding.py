@@ -4,6 +4,7 @@ A forward pass pulls each row of the batch once. The gradient of these rows goes
 :meth:`Optimizer.step`; the servers' optimizers change the rows.
 """
 
+import atexit
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, TypedDict, Unpack
@@ -17,7 +18,7 @@ from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.ps import specs
 from dlrover_py.ps.client import PsClient, connect
 from dlrover_py.ps.hashing import Floats, Ids
-from dlrover_py.ps.specs import Formats, InitSpec, OptimizerSpec, TableSpec
+from dlrover_py.ps.specs import Consistency, Formats, InitSpec, Keep, OptimizerSpec, TableSpec
 
 _default: list[PsClient] = []
 
@@ -26,6 +27,7 @@ def default_client() -> PsClient:
     """Return the client of this process, which connects when it is first used."""
     if not _default:
         _default.append(connect())
+        atexit.register(_default[0].close)  # others do not wait for this worker then
     return _default[0]
 
 
@@ -34,6 +36,7 @@ class TableOptions(TypedDict, total=False):
 
     optimizer: OptimizerSpec | None
     init: InitSpec | None
+    keep: Keep | None
     formats: Formats | None
     padding_idx: int | None
     client: PsClient | None
@@ -49,6 +52,7 @@ class _Rows(nn.Module):
         *,
         optimizer: OptimizerSpec | None = None,
         init: InitSpec | None = None,
+        keep: Keep | None = None,
         formats: Formats | None = None,
         padding_idx: int | None = None,
         client: PsClient | None = None,
@@ -60,6 +64,7 @@ class _Rows(nn.Module):
             dim: Values in a row.
             optimizer: How the servers change rows. None: Adagrad with a learning rate of 0.01.
             init: First values of rows. None: normal, as in ``nn.Embedding``.
+            keep: Which rows get memory, and keep it. None: all.
             formats: Formats of rows and gradients in messages. None: float32.
             padding_idx: An id whose row is 0 and gets no gradient; a bag leaves it out.
             client: The connection. None: that of this process.
@@ -68,7 +73,8 @@ class _Rows(nn.Module):
             ConfigError: The table exists with other properties, or a number is wrong.
         """
         super().__init__()
-        self.table = TableSpec(name, dim, optimizer or specs.adagrad(0.01), init or specs.normal())
+        optimizer, init = optimizer or specs.adagrad(0.01), init or specs.normal()
+        self.table = TableSpec(name, dim, optimizer, init, keep or specs.keep())
         self.client = client or default_client()
         self.client.create(self.table, formats)
         self.padding_idx = padding_idx
@@ -79,8 +85,10 @@ class _Rows(nn.Module):
         """Ask for the rows of a later batch now.
 
         The next forward pass with the same ids uses them. They do not have the changes of pushes
-        after this call.
+        after this call. So with ``ps.sync()``, this does nothing.
         """
+        if self.client.synchronous:
+            return
         unique = np.unique(_int64(ids))
         self._prefetched.append((unique, self.client.pull({self.table.name: unique})))
         del self._prefetched[:-8]
@@ -196,7 +204,12 @@ class Optimizer:
     """Pushes the gradients of all tables of a model, and steps the optimizer of its parameters."""
 
     def __init__(
-        self, model: nn.Module, dense: torch.optim.Optimizer | None = None, *, scale: float = 1.0
+        self,
+        model: nn.Module,
+        dense: torch.optim.Optimizer | None = None,
+        *,
+        scale: float = 1.0,
+        consistency: Consistency | None = None,
     ) -> None:
         """Find the tables of a model.
 
@@ -205,14 +218,20 @@ class Optimizer:
             dense: The optimizer of its parameters, if it has any.
             scale: Factor of the gradients that are pushed. The servers add the pushes of all
                 workers: with ``1 / world_size`` the sum is the mean, as that of DDP.
+            consistency: How the steps of all workers are ordered: ``ps.sync()`` or ``ps.ssp(n)``.
+                None: they are not.
 
         Raises:
-            ConfigError: The model has no table.
+            ConfigError: The model has no table, or other workers use another consistency.
+            UnreachableError: The coordinator did not answer.
         """
         self.dense, self.scale = dense, scale
         self._tables = [module for module in model.modules() if isinstance(module, _Rows)]
         if not self._tables:
             raise ConfigError("expected a model with a ps.Embedding or ps.EmbeddingBag")
+        if consistency is not None:
+            for client in {table.client for table in self._tables}:
+                client.use(consistency)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Push the gradients and wait until the servers have them; then step ``dense``.
@@ -245,9 +264,10 @@ class Optimizer:
         """Yield the gradients of each connection, by table."""
         found: dict[int, tuple[PsClient, dict[str, list[tuple[Ids, Floats]]]]] = {}
         for module in self._tables:
+            # A step without gradients is a step, too: other workers may wait for it.
+            _, tables = found.setdefault(id(module.client), (module.client, {}))
             parts = module.take_gradients()
             if parts:
-                _, tables = found.setdefault(id(module.client), (module.client, {}))
                 tables.setdefault(module.table.name, []).extend(parts)
         yield from found.values()
 

@@ -8,8 +8,8 @@ changes, and ``last_term`` is the term of the last one. Two copies with the same
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from dlrover_py.ps.cluster_map import ClusterMap
-from dlrover_py.ps.specs import RowFormat, TableSpec
+from dlrover_py.ps.cluster_map import ClusterMap, StepId
+from dlrover_py.ps.specs import Consistency, RowFormat, TableSpec
 
 Mark = tuple[int, int, int, int]
 
@@ -42,6 +42,8 @@ class Push:
     """Epoch of the worker's map. A server with an older one gets that first."""
     seq: int
     buckets: tuple[int, ...]
+    step: StepId = (0, 0)
+    """With synchronous steps, the step. Gradients then wait on the servers until it is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """Buckets of a push that are applied, and copied as the job wants it."""
+    """Buckets of a push that are applied, or wait, and are copied as the job wants it."""
 
     seq: int
     buckets: tuple[int, ...]
@@ -102,23 +104,44 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Rows as a push has left them; payload: records."""
+    """What a push, or the end of a step, has changed.
+
+    The payload has the records of the changed rows. A push of a step changes none: then the payload
+    has its gradients, which wait for the end of the step.
+    """
 
     sender: str
     client: str
+    """The worker; empty if a step has ended."""
     incarnation: int
     seq: int
     changes: tuple[Change, ...]
+    step: StepId = (0, 0)
+    """The step that has ended, or to which the push belongs."""
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingPush:
+    """A push in a copy of a bucket that waits for the end of its step."""
+
+    client: str
+    incarnation: int
+    seq: int
+    step: StepId
+    tables: int
+    """How many tables of the payload belong to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class BucketCopy:
-    """A whole bucket; payload: records of all its rows."""
+    """A whole bucket; payload: records of all its rows, then the gradients of waiting pushes."""
 
     sender: str
     mark: Mark
     clients: dict[str, tuple[int, int]]
     """The last push of each worker: incarnation and sequence number."""
+    waiting: tuple[WaitingPush, ...] = ()
+    """In the order of their gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +203,29 @@ class CreateTable:
     """A worker uses a table. The answer is a map that has it, or a CoordinatorRefusal."""
 
     spec: TableSpec
+
+
+@dataclass(frozen=True, slots=True)
+class UseConsistency:
+    """A worker uses a consistency. The answer is a map that has it, or a CoordinatorRefusal."""
+
+    consistency: Consistency
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """How far a worker is. It says so when it has ended a step, and often."""
+
+    client: str
+    incarnation: int
+    step: StepId
+    """The last step that it has ended. All servers have what it pushed."""
+    world: int
+    """Number of workers that are to step together."""
+    round: int = 0
+    """Number of the round in which they were started."""
+    leaving: bool = False
+    """Whether it has ended, so that nobody waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +330,9 @@ class Unreadable:
 
 ToServer = Push | Pull | Replicate | BucketCopy | Compare | Held | Lacking
 ToWorker = Pushed | Pulled | RefusedRequest
-ToCoordinator = Alive | WatchMap | JoinClient | CreateTable | Drain | Meet | CutPart | CutFailed
+ToCoordinator = (
+    Alive | WatchMap | JoinClient | CreateTable | UseConsistency | Stepped | Drain | Meet
+    | CutPart | CutFailed
+)  # fmt: skip
 FromCoordinator = MapNews | CoordinatorRefusal | Met
 Message = ToServer | ToWorker | ToCoordinator | FromCoordinator | Unreadable

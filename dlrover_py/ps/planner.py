@@ -9,8 +9,8 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from dlrover_py.protocol.errors import ConfigError
-from dlrover_py.ps.cluster_map import AckMode, ClusterMap, CutPlace, Placement, Replacing
-from dlrover_py.ps.specs import NAME, TableSpec, check_table
+from dlrover_py.ps.cluster_map import AckMode, ClusterMap, CutPlace, Placement, Replacing, Steps
+from dlrover_py.ps.specs import NAME, Consistency, TableSpec, check_consistency, check_table
 
 MAX_TABLES = 1024
 MAX_CLIENTS = 65536
@@ -136,6 +136,30 @@ class Planner:
                 f"table {spec.name} exists with other properties: expected {known}, found {spec}; "
                 "give the new table another name"
             )
+
+    def use(self, consistency: Consistency) -> None:
+        """Order the steps of all workers, from now on.
+
+        Raises:
+            ConfigError: It is malformed, or workers use another one.
+        """
+        check_consistency(consistency)
+        known = self.map.steps.consistency
+        if known is None:
+            self._set(steps=replace(self.map.steps, consistency=consistency))
+        elif known != consistency:
+            raise ConfigError(f"the workers of this job use {known}: expected no {consistency}")
+
+    def step(self, steps: Steps, gone: tuple[str, ...]) -> None:
+        """Take note of what workers have ended.
+
+        Args:
+            steps: The state of their steps.
+            gone: Workers whose rights end, because the others go on without them.
+        """
+        if steps is not self.map.steps or gone:
+            later = dict.fromkeys(gone, self.map.epoch + 1)
+            self._set(steps=steps, clients=self.map.clients | later)
 
     def join(self, client: str) -> int:
         """Return the incarnation of a worker that begins now; it ends the rights of older ones.

@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.ps.client import PsClient
 from dlrover_py.ps.embedding import Embedding, EmbeddingBag, TableOptions, default_client
-from dlrover_py.ps.specs import Formats, InitSpec, OptimizerSpec
+from dlrover_py.ps.specs import Formats, InitSpec, Keep, OptimizerSpec
 
 
 def replace_embeddings(
@@ -16,6 +16,7 @@ def replace_embeddings(
     min_rows: int,
     optimizer: OptimizerSpec | None = None,
     init: InitSpec | None = None,
+    keep: Keep | None = None,
     formats: Formats | None = None,
     client: PsClient | None = None,
 ) -> nn.Module:
@@ -33,6 +34,7 @@ def replace_embeddings(
         min_rows: A module with fewer rows stays as it is.
         optimizer: How the servers change rows. None: Adagrad with a learning rate of 0.01.
         init: First values of rows. None: normal, as in ``nn.Embedding``.
+        keep: Which rows get memory, and keep it. None: all.
         formats: Formats of rows and gradients in messages. None: float32.
         client: The connection. None: that of this process.
 
@@ -61,7 +63,7 @@ def replace_embeddings(
     tables: dict[nn.Module, nn.Module] = {}
     for name, module in found.items():
         options: TableOptions = {
-            "optimizer": optimizer, "init": init, "formats": formats,
+            "optimizer": optimizer, "init": init, "keep": keep, "formats": formats,
             "padding_idx": module.padding_idx, "client": client,
         }  # fmt: skip
         table: Embedding | EmbeddingBag

@@ -4,14 +4,18 @@ A primary applies a push, sends the changed rows to its followers, and acknowled
 *required* follower has them. A follower takes a change only if it has the state before it;
 otherwise it asks for a copy of the bucket. A message of an older term is ignored, so the primary of
 an older term gets no answer and can acknowledge nothing that needs one.
+
+With synchronous steps, a push only waits at first, in the primary and its followers. It is
+acknowledged then. When the map says that the step is over, the primary adds the pushes of the step
+and applies their sum. If it says that the step never will be over, they do not count.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from dlrover_py.ps.cluster_map import AckMode, ClusterMap, Placement
+from dlrover_py.ps.cluster_map import AckMode, ClusterMap, Placement, StepId
 from dlrover_py.ps.messages import (
     BucketCopy,
     Change,
@@ -26,13 +30,16 @@ from dlrover_py.ps.messages import (
     RefusalReason,
     RefusedRequest,
     Replicate,
+    WaitingPush,
 )
-from dlrover_py.ps.specs import RowFormat, TableSpec
+from dlrover_py.ps.specs import ConsistencyKind, RowFormat, TableSpec
 
 Rows = list[tuple[str, list[Any]]]
 """A payload: arrays of tables, which this module only passes on."""
 Route = bytes
 """The connection of a worker."""
+MAX_EARLY = 64
+"""Requests that a server keeps until it has the map of their worker."""
 
 
 class Data(Protocol):
@@ -66,6 +73,14 @@ class Data(Protocol):
 
     def apply(self, payload: Rows, buckets: Collection[int]) -> Rows:
         """Apply the part of a push that is in some buckets; return the records."""
+
+    def merge(self, payloads: Iterable[Rows], buckets: Collection[int]) -> Rows:
+        """Apply the sum of several pushes, as far as it is in some buckets; return the records.
+
+        Args:
+            payloads: The pushes. Their order is that of the additions.
+            buckets: The buckets.
+        """
 
     def install(self, payload: Rows, buckets: Collection[int]) -> None:
         """Take over the records that are in some buckets."""
@@ -107,6 +122,17 @@ class _Follower:
     """When its state is compared again."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A push that is applied when its step is over."""
+
+    number: tuple[int, int]
+    """Incarnation and sequence number."""
+    step: StepId
+    payload: Rows
+    """Ids and gradients. It may have rows of other buckets, which do not count."""
+
+
 @dataclass(slots=True)
 class _BucketState:
     term: int = 0
@@ -114,6 +140,8 @@ class _BucketState:
     last_term: int = 0
     version: int = 0
     clients: dict[str, tuple[int, int]] = field(default_factory=dict)
+    stepping: dict[str, _Waiting] = field(default_factory=dict)
+    """The push of each worker that waits for the end of its step. It is part of the state."""
     followers: dict[str, _Follower] = field(default_factory=dict)
     """The copies, if this server is the primary."""
     since: int = 0
@@ -145,6 +173,8 @@ class Replica:
         self._out: list[Envelope] = []
         self._to_copy: dict[tuple[int, str], None] = {}
         """Buckets and followers that need a copy, in order."""
+        self._early: list[tuple[Route, Push | Pull, Rows]] = []
+        """Requests of workers that have a newer map."""
 
     def take(self) -> list[Envelope]:
         """Return the messages that are to be sent, in order."""
@@ -247,13 +277,50 @@ class Replica:
         for bucket in dropped:
             state = self._buckets[bucket]
             state.last_term = state.version = 0
-            state.clients = {}
+            state.clients, state.stepping = {}, {}
         if dropped:
             self._data.drop(dropped)
         for (route, seq), buckets in refused.items():
             self._refuse(route, seq, buckets, RefusalReason.MOVED)
+        self._end_steps(now)
         self._acknowledge(range(len(self._buckets)))
         self.tick(now)
+        early, self._early = self._early, []
+        for route, request, payload in early:
+            if isinstance(request, Push):
+                self.on_push(route, request, payload, now)
+            else:
+                self.on_pull(route, request, payload)
+
+    def _end_steps(self, now: float) -> None:
+        """Apply the pushes of steps that are over, in the buckets that are led here."""
+        assert self.map is not None
+        groups: dict[tuple[tuple[str, int], ...], list[int]] = defaultdict(list)
+        pushes: dict[int, _Waiting] = {}
+        for bucket, state in enumerate(self._buckets):
+            over = [
+                (name, one)
+                for name, one in sorted(state.stepping.items())
+                if state.since and self.map.steps.has(one.step)
+            ]
+            if over:
+                # No push of the next step comes before this server has the map that ends the last.
+                assert len({one.step for _, one in over}) == 1
+                pushes.update((id(one), one) for _, one in over)
+                groups[tuple((name, id(one)) for name, one in over)].append(bucket)
+        for group, buckets in groups.items():
+            step = pushes[group[0][1]].step
+            records = self._data.merge([pushes[one].payload for _, one in group], buckets)
+            for bucket in buckets:
+                self._settle(self._buckets[bucket], step)
+            self._ship(Replicate(self.server, "", 0, 0, (), step), buckets, records, now)
+
+    def _settle(self, state: _BucketState, step: StepId) -> None:
+        """Note that the pushes of a step are in the rows; those of earlier ones never will be."""
+        for name, one in state.stepping.items():
+            if one.step == step:
+                state.clients[name] = one.number
+        state.stepping = {name: one for name, one in state.stepping.items() if one.step > step}
 
     def _lead(self, state: _BucketState, placement: Placement, before: int, now: float) -> None:
         """Become or stay the primary of a bucket in a new term.
@@ -301,9 +368,12 @@ class Replica:
         if self._refuses(route, push, payload, grads=True):
             return
         fresh: list[int] = []
+        stepping: list[int] = []
         moved: list[int] = []
         old: list[int] = []
         assert self.map is not None
+        steps = self.map.steps
+        one = _Waiting((push.incarnation, push.seq), push.step, payload)
         newest = self.map.clients.get(push.client, 0)
         number = (push.incarnation, push.seq)
         held = self.map.cut is not None or push.epoch < self.map.restored
@@ -314,13 +384,21 @@ class Replica:
                 moved.append(bucket)
             elif push.incarnation < max(last[0], newest):
                 old.append(bucket)
-            elif number > last:
-                (moved if held else fresh).append(bucket)
+            elif number > last and not _same(state.stepping.get(push.client), one):
+                if held:
+                    moved.append(bucket)
+                elif push.step == (0, 0) or steps.has(push.step):
+                    # With --ack primary, a server may lack what waited at the one before it.
+                    fresh.append(bucket)
+                else:
+                    now_open = push.step == (steps.generation, steps.done + 1)
+                    (stepping if now_open else moved).append(bucket)
             else:
                 self.duplicates += 1
                 state.waiting.append((state.version, route, push.seq))
-        if fresh:
-            self._apply(route, push, fresh, payload, now)
+        for buckets in (fresh, stepping):
+            if buckets:
+                self._apply(route, push, one, buckets, now, wait=buckets is stepping)
         self._refuse(route, push.seq, moved, RefusalReason.MOVED)
         words = f"a newer incarnation of {push.client} has pushed: expected this one to end"
         self._refuse(route, push.seq, old, RefusalReason.OLD_CLIENT, words)
@@ -339,7 +417,17 @@ class Replica:
             Whether it was refused.
         """
         if self.map is None or not self._buckets or self.map.epoch < request.epoch:
-            self._refuse(route, request.seq, request.buckets, RefusalReason.MOVED)
+            if len(self._early) < MAX_EARLY:
+                self._early.append((route, request, payload))
+            else:
+                self._refuse(route, request.seq, request.buckets, RefusalReason.MOVED)
+            return True
+        sync = self.map.steps.consistency
+        if isinstance(request, Push) and request.step == (0, 0) and (
+            sync is not None and sync.kind is ConsistencyKind.SYNC
+        ):  # fmt: skip
+            words = "the workers of this job step together: expected a client that uses ps.sync()"
+            self._refuse(route, request.seq, request.buckets, RefusalReason.INVALID, words)
             return True
         named = set(request.buckets)
         if len(named) < len(request.buckets) or not named <= set(range(len(self._buckets))):
@@ -350,25 +438,53 @@ class Replica:
             self._refuse(route, request.seq, request.buckets, RefusalReason.INVALID, words)
         return bool(words)
 
-    def _apply(self, route: Route, push: Push, fresh: list[int], payload: Rows, now: float) -> None:
-        records = self._data.apply(payload, fresh)
+    def _apply(
+        self, route: Route, push: Push, one: _Waiting, buckets: list[int], now: float, *, wait: bool
+    ) -> None:
+        """Apply a push in some buckets, or let it wait there for the end of its step.
+
+        Args:
+            route: The connection of the worker.
+            push: The push.
+            one: What is kept if it waits.
+            buckets: The buckets.
+            now: The time.
+            wait: Whether it waits.
+        """
+        records = one.payload if wait else self._data.apply(one.payload, buckets)
+        for bucket in buckets:
+            state = self._buckets[bucket]
+            if wait:
+                state.stepping[push.client] = one
+            else:
+                state.clients[push.client] = one.number
+                state.stepping.pop(push.client, None)
+            state.waiting.append((state.version + 1, route, push.seq))
+        step = push.step if wait else (0, 0)
+        message = Replicate(self.server, push.client, push.incarnation, push.seq, (), step)
+        self._ship(message, buckets, records, now)
+
+    def _ship(self, message: Replicate, buckets: list[int], payload: Rows, now: float) -> None:
+        """Give buckets that were changed their next version, and send the change to followers.
+
+        Args:
+            message: The change, without versions.
+            buckets: The buckets.
+            payload: What the followers need of it.
+            now: The time.
+        """
         sent: dict[str, list[Change]] = defaultdict(list)
-        for bucket in fresh:
+        for bucket in buckets:
             state = self._buckets[bucket]
             change = Change(bucket, state.term, state.last_term, state.version, state.version + 1)
             state.last_term, state.version = state.term, state.version + 1
-            state.clients[push.client] = (push.incarnation, push.seq)
-            state.waiting.append((state.version, route, push.seq))
             for name, follower in state.followers.items():
                 if follower.streaming:
                     sent[name].append(change)
                     follower.due = now + self._compare_s
         for name, changes in sent.items():
-            message = Replicate(
-                self.server, push.client, push.incarnation, push.seq, tuple(changes)
-            )
-            part = self._data.select(records, [change.bucket for change in changes])
-            self._send(name, message, part)
+            part = self._data.select(payload, [change.bucket for change in changes])
+            self._send(name, replace(message, changes=tuple(changes)), part)
 
     def on_pull(self, route: Route, pull: Pull, payload: Rows) -> None:
         """Answer with the rows of the buckets that are led here.
@@ -452,8 +568,13 @@ class Replica:
             if follower is None or follower.copied >= 0:
                 continue
             mark = (bucket, state.term, state.last_term, state.version)
-            copy = BucketCopy(self.server, mark, dict(state.clients))
-            self._send(name, copy, self._data.copy(bucket))
+            payload, waiting = self._data.copy(bucket), []
+            for client, one in state.stepping.items():
+                part = self._data.select(one.payload, [bucket])
+                waiting.append(WaitingPush(client, *one.number, one.step, len(part)))
+                payload = [*payload, *part]
+            copy = BucketCopy(self.server, mark, dict(state.clients), tuple(waiting))
+            self._send(name, copy, payload)
             follower.copied, follower.streaming = state.version, True
             follower.due = now + 4 * self._compare_s
             under_way += 1
@@ -519,6 +640,8 @@ class Replica:
         if not self._data.knows(payload):
             return
         taken, held, lacking = [], [], []
+        waits = message.client and message.step != (0, 0)
+        one = _Waiting((message.incarnation, message.seq), message.step, payload)
         for change in message.changes:
             if not self._follows(change.bucket, change.term):
                 continue
@@ -526,12 +649,18 @@ class Replica:
             if (state.last_term, state.version) == (change.from_term, change.from_version):
                 taken.append(change.bucket)
                 state.last_term, state.version = change.term, change.version
-                state.clients[message.client] = (message.incarnation, message.seq)
+                if waits:
+                    state.stepping[message.client] = one
+                elif message.client:
+                    state.clients[message.client] = one.number
+                    state.stepping.pop(message.client, None)
+                else:
+                    self._settle(state, message.step)
             elif state.last_term != change.term or state.version < change.version:
                 lacking.append((change.bucket, change.term))
                 continue
             held.append((change.bucket, change.term, state.last_term, state.version))
-        if taken:
+        if taken and not waits:
             self._data.install(payload, taken)
         self._answer(message.sender, held, lacking)
 
@@ -545,10 +674,16 @@ class Replica:
             return
         state = self._buckets[bucket]
         if state.last_term != term or state.version < version:
+            rest = len(payload) - sum(one.tables for one in message.waiting)
             self._data.drop([bucket])
-            self._data.install(payload, [bucket])
+            self._data.install(payload[:rest], [bucket])
             state.last_term, state.version = last_term, version
             state.clients = dict(message.clients)
+            state.stepping = {}
+            for one in message.waiting:
+                number, part = (one.incarnation, one.seq), payload[rest : rest + one.tables]
+                state.stepping[one.client] = _Waiting(number, one.step, part)
+                rest += one.tables
         self._answer(message.sender, [(bucket, term, state.last_term, state.version)], [])
 
     def on_compare(self, message: Compare) -> None:
@@ -570,3 +705,8 @@ class Replica:
             self._send(to, Held(self.server, tuple(held)))
         if lacking:
             self._send(to, Lacking(self.server, tuple(lacking)))
+
+
+def _same(known: _Waiting | None, one: _Waiting) -> bool:
+    """Return whether a push waits already."""
+    return known is not None and (known.number, known.step) == (one.number, one.step)

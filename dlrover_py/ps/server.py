@@ -259,7 +259,7 @@ class ParameterServer:
             return
         match message:
             case m.Push():
-                replica.on_push(route, message, decoded(payload), now)
+                replica.on_push(route, message, decoded(payload, self._store.dims), now)
             case m.Pull():
                 replica.on_pull(route, message, payload)
             case m.Replicate():

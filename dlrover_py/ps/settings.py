@@ -18,6 +18,7 @@ from dlrover_py.protocol.names import (
     ENV_NODE_ID,
     ENV_POD_IP,
     ENV_PS,
+    ENV_ROUND,
     NODE_MOUNT,
     SECRET_TOKEN,
     is_server,
@@ -39,6 +40,8 @@ class Settings:
     """Global rank of this worker (``RANK``)."""
     world: int = 1
     """Number of workers (``WORLD_SIZE``)."""
+    round: int = 0
+    """Number of the round in which it was started (``DLROVER_ROUND``)."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Self:
@@ -48,13 +51,16 @@ class Settings:
             environ: The variables. None: those of this process.
 
         Raises:
-            ConfigError: ``WORLD_SIZE`` is no number.
+            ConfigError: ``WORLD_SIZE`` or ``DLROVER_ROUND`` is no number.
         """
         environ = os.environ if environ is None else environ
         world = environ.get("WORLD_SIZE") or "1"
         if not world.isdecimal():
             raise ConfigError(f"WORLD_SIZE is {world!r}: expected the number of workers")
-        return cls(environ.get(ENV_PS, ""), environ.get("RANK") or "0", int(world))
+        started = environ.get(ENV_ROUND) or "0"
+        if not started.isdecimal():
+            raise ConfigError(f"{ENV_ROUND} is {started!r}: expected the number of a round")
+        return cls(environ.get(ENV_PS, ""), environ.get("RANK") or "0", int(world), int(started))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,9 @@ NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
 """The form of a table's name."""
 MAX_DIM = 8192
 """The largest number of values in a row."""
+MAX_STALENESS = 1 << 20
+MAX_COUNTED = 200
+"""The greatest number of pushes that may be asked for before a row gets memory."""
 
 
 class OptimizerKind(StrEnum):
@@ -87,6 +90,37 @@ class Formats:
 
     pull: RowFormat = RowFormat.FP32
     push: RowFormat = RowFormat.FP32
+    top: int = 0
+    """How many values of a gradient's row are sent; the rest is kept for later. 0: all."""
+
+
+class ConsistencyKind(StrEnum):
+    """What a worker may see of the steps of other workers."""
+
+    ASYNC = "async"
+    SSP = "ssp"
+    SYNC = "sync"
+
+
+@dataclass(frozen=True, slots=True)
+class Consistency:
+    """How the steps of all workers of a job are ordered. It cannot change while a job runs."""
+
+    kind: ConsistencyKind = ConsistencyKind.ASYNC
+    staleness: int = 0
+    """For ``ssp``: how many steps a worker may be ahead of the slowest one."""
+    silence_s: float = 5.0
+    """Seconds without a word after which the others go on without a worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Which rows of a table get memory on the servers, and keep it."""
+
+    min_count: int = 1
+    """Pushes of an id after which it gets a row. The gradients before are dropped."""
+    max_rows: int = 0
+    """Rows of the table on all servers, without copies. 0: any number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +133,7 @@ class TableSpec:
         default_factory=lambda: OptimizerSpec(OptimizerKind.ADAGRAD, 0.01)
     )
     init: InitSpec = field(default_factory=InitSpec)
+    keep: Keep = field(default_factory=Keep)
 
 
 def check_table(spec: TableSpec) -> None:
@@ -130,26 +165,92 @@ def check_table(spec: TableSpec) -> None:
         raise ConfigError(f"table {spec.name}: FTRL needs a learning rate above 0")
     if not (0 <= optimizer.beta1 < 1 and 0 <= optimizer.beta2 < 1):
         raise ConfigError(f"table {spec.name}: beta1 and beta2 must be at least 0 and below 1")
+    if not 1 <= spec.keep.min_count <= MAX_COUNTED or not 0 <= spec.keep.max_rows < 1 << 48:
+        raise ConfigError(
+            f"table {spec.name}: expected a min_count of 1 to {MAX_COUNTED} and a max_rows of at "
+            f"least 0, found {spec.keep}"
+        )
     if not 0 <= spec.init.seed < 1 << 63:
         raise ConfigError(f"table {spec.name}: the seed must be at least 0 and below 2**63")
 
 
-def formats(*, pull: str = "fp32", push: str = "fp32") -> Formats:
+def formats(*, pull: str = "fp32", push: str = "fp32", top: int = 0) -> Formats:
     """Return how messages carry the rows and the gradients of a table.
 
     Args:
         pull: Format of rows: ``fp32``, ``fp16`` or ``bf16``.
         push: Format of gradients: one of these, or ``int8``.
+        top: Values of each gradient's row that are sent: the largest ones. The worker keeps the
+            rest, and adds it to the next gradient of the row. 0: all values are sent.
 
     Raises:
-        ConfigError: A format is unknown, or rows shall come as ``int8``.
+        ConfigError: A format is unknown, rows shall come as ``int8``, or ``top`` is negative.
     """
     names = [one.value for one in RowFormat]
     if pull not in names[:-1]:
         raise ConfigError(f"expected pull to be one of {', '.join(names[:-1])}, found {pull!r}")
     if push not in names:
         raise ConfigError(f"expected push to be one of {', '.join(names)}, found {push!r}")
-    return Formats(RowFormat(pull), RowFormat(push))
+    if not 0 <= top <= MAX_DIM:
+        raise ConfigError(f"expected 0 to {MAX_DIM} values of each row, found top={top}")
+    return Formats(RowFormat(pull), RowFormat(push), top)
+
+
+def check_consistency(given: Consistency) -> None:
+    """Check that workers can step in this way.
+
+    Raises:
+        ConfigError: A number is outside its bounds.
+    """
+    ssp = given.kind is ConsistencyKind.SSP
+    if not (1 if ssp else 0) <= given.staleness <= MAX_STALENESS or (given.staleness and not ssp):
+        raise ConfigError(
+            f"expected a staleness of 1 to {MAX_STALENESS} for ssp, and of 0 otherwise, found "
+            f"{given.staleness} for {given.kind}"
+        )
+    if not 0 < given.silence_s < math.inf:
+        raise ConfigError(f"expected a silence of more than 0 s, found {given.silence_s}")
+
+
+def sync(*, silence_s: float = 5.0) -> Consistency:
+    """Return that the pushes of all workers in a step are applied together.
+
+    Args:
+        silence_s: Seconds without a word after which the others go on without a worker.
+
+    Raises:
+        ConfigError: The number is not above 0.
+    """
+    found = Consistency(ConsistencyKind.SYNC, silence_s=silence_s)
+    check_consistency(found)
+    return found
+
+
+def ssp(staleness: int, *, silence_s: float = 5.0) -> Consistency:
+    """Return that no worker is more than some steps ahead of the slowest one.
+
+    Args:
+        staleness: Number of these steps, at least 1; use :func:`sync` instead of 0.
+        silence_s: Seconds without a word after which the others go on without a worker.
+
+    Raises:
+        ConfigError: A number is outside its bounds.
+    """
+    found = Consistency(ConsistencyKind.SSP, staleness, silence_s)
+    check_consistency(found)
+    return found
+
+
+def keep(*, min_count: int = 1, max_rows: int = 0) -> Keep:
+    """Return which rows of a table get memory on the servers, and keep it.
+
+    Args:
+        min_count: Pushes of an id after which it gets a row; at most 200. The gradients before are
+            dropped.
+        max_rows: Rows of the table on all servers, without copies. Rows that were not pushed for
+            the longest time are dropped when there are more. 0: any number.
+    """
+    return Keep(min_count, max_rows)
 
 
 def sgd(lr: float, *, momentum: float = 0.0, weight_decay: float = 0.0) -> OptimizerSpec:

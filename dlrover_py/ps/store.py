@@ -2,7 +2,8 @@
 
 A *payload* is a list of ``(table, arrays)``: what a message carries of each table. The arrays of a
 pull are ``[ids]``, those of a push ``[ids, gradients]``, those of an answer ``rows``, of which
-``codecs`` has the forms. A *record* is what replication carries: ``[ids, rows, steps, *slots]``.
+``codecs`` has the forms. A *record* is what replication carries: ``[ids, rows, steps, *slots]``. A
+row with -1 steps was dropped.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -11,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlrover_py.ps.codecs import encode
+from dlrover_py.ps.counts import RecentCounts
 from dlrover_py.ps.hashing import Floats, Ids, bucket_of, first_rows, salt_of
 from dlrover_py.ps.index import IdIndex
 from dlrover_py.ps.optimizers import first_slots, update
@@ -26,8 +28,13 @@ _CHUNK = 2048
 class Table:
     """The rows of one table that a server has."""
 
-    def __init__(self, spec: TableSpec) -> None:
-        """Make an empty table."""
+    def __init__(self, spec: TableSpec, buckets: int = 1) -> None:
+        """Make an empty table.
+
+        Args:
+            spec: The table.
+            buckets: Number of buckets of the job. Each has the same share of ``max_rows``.
+        """
         self.spec = spec
         self.salt = salt_of(spec.name)
         self._index = IdIndex()
@@ -41,6 +48,14 @@ class Table:
         self._marks: Ids = np.zeros(0, np.int64)
         """Scratch: finds ids that are twice in a push."""
         self._end = 0
+        self._counts = RecentCounts() if spec.keep.min_count > 1 else None
+        self._limit = max(1, spec.keep.max_rows // buckets) if spec.keep.max_rows else 0
+        """Rows of a bucket; 0 for any number."""
+        self._sizes: Ids = np.zeros(buckets, np.int64)
+        """Rows of each bucket, if there is a limit."""
+        self._used: Ids = np.zeros(0, np.int64)
+        """The change in which each row was last pushed, if there is a limit."""
+        self._changes = 0
 
     def __len__(self) -> int:
         return len(self._index)
@@ -62,12 +77,19 @@ class Table:
         return rows
 
     def apply(self, ids: Ids, grads: Floats) -> list[Array]:
-        """Apply gradients and return the record of the changed rows.
+        """Apply gradients and return the record of the changed rows, and of those that it dropped.
 
         Args:
             ids: Ids; gradients of the same id are summed first.
             grads: Gradients, shape ``[n, dim]``.
         """
+        if self._counts is not None:
+            fresh = self._index.find(ids) < 0
+            unique = np.unique(ids[fresh])
+            few = unique[self._counts.add(unique) < self.spec.keep.min_count]
+            if len(few):
+                chosen = ~fresh | ~np.isin(ids, few)
+                ids, grads = ids[chosen], grads[chosen]
         at = self._row_numbers(ids)
         order = np.arange(len(ids), dtype=np.int64)
         self._marks[at] = order
@@ -92,12 +114,22 @@ class Table:
             self._rows[here] = values
             for mine, copy in zip(self._slots, kept, strict=True):
                 mine[here] = copy
-        return [ids, rows, steps, *slots]
+        record: list[Array] = [ids, rows, steps, *slots]
+        return self._trimmed(at, record) if self._limit else record
 
     def install(self, record: list[Array]) -> None:
-        """Take over rows of a record as they are."""
+        """Take over rows of a record as they are, and drop those that it has dropped."""
         ids: Ids = record[0].view(np.int64)
+        dropped = record[2].view(np.int64) < 0
+        if dropped.any():
+            at = self._index.find(ids[dropped])
+            self._remove(ids[dropped][at >= 0], at[at >= 0])
+            record = [array[~dropped] for array in record]
+            ids = ids[~dropped]
         at = self._row_numbers(ids, fill=False)
+        if self._limit:
+            self._changes += 1
+            self._used[at] = self._changes
         self._rows[at] = record[1]
         self._steps[at] = record[2]
         for mine, copy in zip(self._slots, record[3:], strict=True):
@@ -116,8 +148,54 @@ class Table:
         ids, at = self._index.items()
         chosen = np.isin(bucket_of(ids, self.salt, buckets), list(dropped))
         if chosen.any():
-            self._index.remove(ids[chosen])
-            self._free = np.concatenate([self._free, at[chosen]])
+            self._remove(ids[chosen], at[chosen])
+
+    def _remove(self, ids: Ids, at: Ids) -> None:
+        """Remove rows, which exist.
+
+        Args:
+            ids: Their ids.
+            at: Their row numbers.
+        """
+        self._index.remove(ids)
+        self._free = np.concatenate([self._free, at])
+        if self._limit:
+            self._sizes -= self._per_bucket(ids)
+
+    def _per_bucket(self, ids: Ids) -> Ids:
+        count = len(self._sizes)
+        return np.bincount(bucket_of(ids, self.salt, count), minlength=count)
+
+    def _trimmed(self, pushed: Ids, record: list[Array]) -> list[Array]:
+        """Drop the oldest rows of buckets that have too many; return the record with these.
+
+        A bucket that a push has not changed is not touched, because its copies would not learn it.
+        The rows of this push stay. Some more rows are dropped than are needed, so that this is
+        seldom.
+
+        Args:
+            pushed: Row numbers of the push.
+            record: The record of the push.
+        """
+        self._changes += 1
+        self._used[pushed] = self._changes
+        limit, changed = self._limit, self._per_bucket(record[0].view(np.int64)) > 0
+        if not (changed & (self._sizes > limit)).any():
+            return record
+        full = changed & (self._sizes > limit - limit // 16)
+        ids, at = self._index.items()
+        of = bucket_of(ids, self.salt, len(self._sizes))
+        may = full[of] & (self._used[at] < self._changes)
+        ids, at, of = ids[may], at[may], of[may]
+        order = np.lexsort((ids, self._used[at], of))
+        ids, at, of = ids[order], at[order], of[order]
+        first = np.searchsorted(of, of)
+        old = np.arange(len(of)) - first < self._sizes[of] - (limit - limit // 8)
+        self._remove(ids[old], at[old])
+        count = int(old.sum())
+        zeros = [np.zeros((count, *array.shape[1:]), array.dtype) for array in record]
+        dropped = [ids[old], zeros[1], np.full(count, -1), *zeros[3:]]
+        return [np.concatenate(pair) for pair in zip(record, dropped, strict=True)]
 
     def _row_numbers(self, ids: Ids, *, fill: bool = True) -> Ids:
         """Return the row numbers of ids, after making the rows that do not exist.
@@ -141,6 +219,8 @@ class Table:
         self._reserve(self._end)
         at = np.concatenate([reused, fresh])
         self._index.insert(ids, at)
+        if self._limit:
+            self._sizes += self._per_bucket(ids)
         if fill:
             rows = first_rows(ids, self.salt, self.spec.dim, self.spec.init)
             self._rows[at] = rows
@@ -165,6 +245,9 @@ class Table:
         self._slots = [grown(slot) for slot in self._slots]
         self._steps = np.concatenate([self._steps, np.zeros(capacity - len(self._steps), np.int64)])
         self._marks = np.empty(capacity, np.int64)
+        if self._limit:
+            old, self._used = self._used, np.zeros(capacity, np.int64)
+            self._used[: len(old)] = old
 
 
 class Store:
@@ -178,12 +261,15 @@ class Store:
         """
         self.buckets = buckets
         self.tables: dict[str, Table] = {}
+        self.dims: dict[str, int] = {}
+        """Values in a row of each table."""
 
     def add(self, specs: Iterable[TableSpec]) -> None:
         """Make the tables that do not exist yet."""
         for spec in specs:
             if spec.name not in self.tables:
-                self.tables[spec.name] = Table(spec)
+                self.tables[spec.name] = Table(spec, self.buckets)
+                self.dims[spec.name] = spec.dim
 
     def knows(self, payload: Payload) -> bool:
         """Return whether all tables of a payload exist here."""
@@ -243,6 +329,23 @@ class Store:
             (name, self.tables[name].apply(arrays[0].view(np.int64), arrays[1].view(np.float32)))
             for name, arrays in self.select(payload, buckets)
         ]
+
+    def merge(self, payloads: Iterable[Payload], buckets: Collection[int]) -> Payload:
+        """Apply the sum of several pushes, as far as it is in some buckets; return the records.
+
+        Args:
+            payloads: The pushes. Their order is that of the additions.
+            buckets: The buckets.
+        """
+        parts: dict[str, list[list[Array]]] = {}
+        for payload in payloads:
+            for name, arrays in self.select(payload, buckets):
+                parts.setdefault(name, []).append(arrays)
+        joined = {
+            name: [np.concatenate(column) for column in zip(*arrays, strict=True)]
+            for name, arrays in parts.items()
+        }
+        return self.apply(list(joined.items()), range(self.buckets))
 
     def install(self, payload: Payload, buckets: Collection[int]) -> None:
         """Take over the rows of records that are in some buckets."""

@@ -62,6 +62,7 @@ class PsMachine(RuleBasedStateMachine):
 
     replication: Any = replication
     planner: Any = planner
+    workers: tuple[str, ...] = CLIENTS
 
     @initialize(
         servers=st.integers(2, 4),
@@ -83,7 +84,9 @@ class PsMachine(RuleBasedStateMachine):
         self.plan = self.planner.Planner(ClusterMap("job", ack=ack), self.wanted, self.now)
         self.plan.create_table(TABLE)
         self.epoch = 0
-        self.clients = {name: Client(name, self.plan.join(name)) for name in CLIENTS}
+        self.clients: dict[str, Any] = {
+            name: Client(name, self.plan.join(name)) for name in self.workers
+        }
         self.expected = np.zeros(len(IDS))
         self.acknowledged: dict[tuple[int, str], tuple[int, int]] = {}
         """The last acknowledged push of each bucket and worker."""
@@ -193,6 +196,10 @@ class PsMachine(RuleBasedStateMachine):
                 return
             self.deliver(self.network.pop(0))
         pytest.fail("the servers never stop sending")
+
+    def idle(self) -> bool:
+        """Return whether no push is on its way."""
+        return not any(len(one.requests) for one in self.clients.values())
 
     # --- What happens ---
 
@@ -347,9 +354,7 @@ class PsCutMachine(PsMachine):
 
     @rule()
     def workers_save(self) -> None:
-        if self.plan.map.cut is None and not any(
-            len(one.requests) for one in self.clients.values()
-        ):
+        if self.plan.map.cut is None and self.idle():
             self.cuts += 1
             self.parts = {}
             self.plan.begin_cut(CutPlace("cuts", f"step-{self.cuts}", self.cuts))
@@ -371,10 +376,9 @@ class PsCutMachine(PsMachine):
 
     @rule()
     def workers_go_back(self) -> None:
-        busy = self.plan.map.cut or any(len(one.requests) for one in self.clients.values())
-        if self.saved is not None and not busy:
+        if self.saved is not None and self.plan.map.cut is None and self.idle():
             place, _, model = self.saved
-            self.plan.restore(place, (TABLE,), BUCKETS, set(CLIENTS))
+            self.plan.restore(place, (TABLE,), BUCKETS, set(self.clients))
             self.expected, self.acknowledged = model.copy(), {}
             self.publish()
 
@@ -413,7 +417,7 @@ def mutated(module: types.ModuleType, old: str, new: str) -> types.ModuleType:
 
 MUTANTS = {
     "a push that comes again is applied again": (
-        replication, "elif number > last:", "elif number > last or True:"),
+        replication, "elif number > last and", "elif (number > last or True) and"),
     "an acknowledgement does not wait for backups": (
         replication, "safe = min([state.version, *needed])", "safe = state.version"),
     "a learner is not waited for after it is in sync": (
@@ -430,8 +434,7 @@ MUTANTS = {
         replication, "state.clients = dict(message.clients)", "state.clients = {}"),
     "a change does not bring the number of its push": (
         replication,
-        "state.clients[message.client] = (message.incarnation, message.seq)\n            elif",
-        "pass\n            elif"),
+        "                    state.clients[message.client] = one.number\n", ""),
     "a server that is no member any more goes on": (
         replication, "                state.followers, state.since = {}, 0\n", ""),
 }  # fmt: skip

@@ -88,9 +88,9 @@ def test_other_arrays_are_left_to_the_server() -> None:
     for odd in ([], [np.zeros((3, 2), np.int8)], [np.zeros((3, 2))], [np.zeros(3, np.float16)],
                 [np.zeros((3, 2), np.int8), np.zeros(2, np.float32)]):  # fmt: skip
         assert decode(odd) is None
-        ((_, arrays),) = decoded([("t", [ids, *odd])])
+        ((_, arrays),) = decoded([("t", [ids, *odd])], {"t": 4})
         assert len(arrays) == 1 + len(odd)
-    assert decoded([("t", [])]) == [("t", [])]
+    assert decoded([("t", [])], {}) == [("t", [])]
 
 
 def test_formats_are_checked() -> None:

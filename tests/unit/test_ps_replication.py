@@ -9,7 +9,7 @@ import pytest
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.ps import messages as m
 from dlrover_py.ps import specs
-from dlrover_py.ps.cluster_map import AckMode, ClusterMap, Placement, Replacing
+from dlrover_py.ps.cluster_map import AckMode, ClusterMap, Placement, Replacing, Steps
 from dlrover_py.ps.planner import Planner, PlanRules
 from dlrover_py.ps.replication import Replica
 from dlrover_py.ps.session import PendingRequests
@@ -329,3 +329,66 @@ def test_a_server_that_leaves_has_no_bucket_left_when_nobody_can_take_a_copy() -
     plan = planner("a", "b", buckets=3)
     plan.drain("a")
     assert {one.members for one in plan.map.placements} == {("b",)}
+
+
+# --- Synchronous steps ---
+
+
+def stepping(epoch: int, generation: int, done: int, *, primary: str = "a", **more: Any) -> Any:
+    """Return a map of one bucket, whose primary has the term 1, or 2 after a change."""
+    steps = Steps(specs.sync(), generation, {"w": 1}, done)
+    term = 1 if primary == "a" else 2
+    return replace(cluster(term, primary, **more), epoch=epoch, steps=steps)
+
+
+def push_of(server: Server, seq: int, step: tuple[int, int], ids: list[int]) -> list[str]:
+    """Push 1 for some ids in a step; return the kinds of the answers."""
+    assert server.replica.map is not None
+    push = m.Push("w", 1, server.replica.map.epoch, seq, (0,), step)
+    arrays = [np.array(ids, np.int64), np.full((len(ids), 1), -1, np.float32)]
+    server.replica.on_push(ROUTE, push, [("t", arrays)], 0.0)
+    return kinds(server.replica.take())
+
+
+def test_an_old_push_does_not_take_the_place_of_one_that_waits() -> None:
+    """It came late, when the group had changed and its worker had sent another one."""
+    a = Server("a")
+    a.see(stepping(1, 1, 0))
+    assert push_of(a, 1, (1, 1), [5]) == ["Pushed"]
+    a.see(stepping(2, 2, 0))
+    assert push_of(a, 2, (2, 1), [6]) == ["Pushed"]
+    assert push_of(a, 1, (1, 1), [5]) == ["RefusedRequest"]
+    a.see(stepping(3, 2, 1))
+    assert (a.value(5), a.value(6)) == (0, 1)
+    assert push_of(a, 2, (2, 1), [6]) == ["Pushed"]
+    assert a.value(6) == 1
+
+
+def test_a_copy_of_a_bucket_has_the_pushes_that_wait() -> None:
+    a, b = Server("a"), Server("b")
+    a.see(stepping(1, 1, 0, learner="b"))
+    b.see(stepping(1, 1, 0, learner="b"))
+    push_of(a, 1, (1, 1), [5])
+    b.get(*copy_of(a, "b", 1))
+    assert b.value(5) == 0
+    b.see(stepping(2, 1, 1, primary="b"))
+    assert b.value(5) == 1
+
+
+def test_a_pull_waits_until_the_server_knows_that_the_step_is_over() -> None:
+    a = Server("a")
+    a.see(stepping(1, 1, 0))
+    push_of(a, 1, (1, 1), [5])
+    a.replica.on_pull(ROUTE, m.Pull(2, 2, (0,)), [("t", [np.array([5])])])
+    assert a.replica.take() == []
+    (answer,) = a.see(stepping(2, 1, 1))
+    assert answer.payload[0][1][0].tolist() == [[1.0]]
+
+
+def test_a_late_push_of_a_step_that_is_over_counts_once() -> None:
+    """With ``--ack primary``, its server may have died with what waited there."""
+    a = Server("a")
+    a.see(stepping(1, 1, 1))
+    for _ in range(2):
+        assert push_of(a, 1, (1, 1), [5]) == ["Pushed"]
+    assert a.value(5) == 1
