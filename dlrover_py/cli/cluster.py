@@ -564,11 +564,16 @@ class ClusterJob:
         Only ``spec.suspend`` is set; nodes end or start later.
 
         Raises:
-            ConfigError: the job has ended.
+            ConfigError: the job has ended, or it has servers, whose rows would be lost.
             DLRoverError: the API server refuses the change, or does not answer.
         """
         if _ended(self.obj):
             raise ConfigError(f"{self.name} has ended; it can be neither suspended nor resumed")
+        if on and _has_servers(self.obj):
+            raise ConfigError(
+                f"{self.name} cannot be suspended: its servers have all rows in memory, and cannot "
+                "save them in a cluster yet; delete the job instead"
+            )
         self._patch({"spec": {"suspend": on}})
         return f"{self.name} is {'suspended' if on else 'resumed'}"
 
@@ -921,6 +926,14 @@ def _pod_description(pod: Obj) -> str:
         text += f" on {node}"
     restarts = sum(int(c.get("restartCount") or 0) for c in containers)
     return text + (f", {counted(restarts, 'restart')}" if restarts else "")
+
+
+def _has_servers(obj: Obj) -> bool:
+    """Return whether a job has servers of a parameter server; False if its spec is not usable."""
+    try:
+        return ElasticJob.read(obj).servers is not None
+    except ConfigError:
+        return False
 
 
 def _row(obj: Obj, *, gone: bool = False) -> tuple[view.JobRow, Obj]:

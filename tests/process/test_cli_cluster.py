@@ -476,6 +476,9 @@ async def test_the_servers_of_a_job_are_scaled_by_their_role(terminal: Terminal)
     assert found["spec"]["replicaSpecs"] == {"worker": workers, "ps": servers | {"replicas": 3}}
     said = await terminal.call("scale", "1", "--role", "ps", "--job", "x", code=2)
     assert "cannot scale to 1: replication is 2" in said
+    said = await terminal.call("suspend", "x", code=2)
+    assert "x cannot be suspended: its servers have all rows in memory" in said
+    assert await terminal.call("resume", "x") == "x is resumed\n"
 
 
 async def test_scale_suspend_resume(terminal: Terminal) -> None:
