@@ -12,7 +12,7 @@
 set -uo pipefail
 pytest=("$1/bin/pytest" -rfEs -p no:cacheprovider --durations=40 --durations-min=5)
 # The files that take longest come first.
-queue=(tests/process/test_{flash,examples,membership,huggingface,deepspeed,sharded_data}.py
+queue=(tests/process/test_{exact_data,flash,examples,membership}.py
     tests/process/test_{operator,replicas,conformance,reshard,dropin,persist}.py
     tests/process/test_*.py)
 # Once, here: where nothing may be written later, each process compiles our modules anew.

@@ -1,15 +1,17 @@
-"""Conformance runs for exact data: a training with faults must be as one without faults.
+"""Conformance of exact data: a training with faults must be as one without faults.
 
-A program under test is called ``PROGRAM FOLDER EPOCHS [FIRST_ROUND]``. It trains the samples of
+A program under test is called ``PROGRAM FOLDER EPOCHS``. It trains the samples of
 ``exact_task.Points`` in global batches of 10, so that an epoch has 41 steps. It reads them with at
 least one process of a ``DataLoader``. Its ``exact_task.Record`` keeps these documents:
 
 - FOLDER/ROUND-RANK.txt has a line ``STEP EPOCH SAMPLE …`` for each step that a rank has computed,
-  written before the step is saved. FIRST_ROUND is added to the number of the round, where several
-  jobs follow each other.
+  written before the step is saved.
 - FOLDER/weights.json has the weights at the end, as one flat list.
+- FOLDER/ledger is what ``dlrover data verify`` reads.
 
 It is slow beyond the step in FOLDER/gate, so that faults hit where the test means them to.
+
+:class:`Trial` does to a job all that :data:`CASES` has, and :func:`check` judges the result.
 """
 
 import json
@@ -19,17 +21,33 @@ import signal
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
 import pytest
 
+from dlrover_py.checkpoint.directory import CheckpointDirectory
+from dlrover_py.trainer.data.verify import verify
 from tests.flash import OPEN, permit
 from tests.process.harness import CALM, Job, Place, job, members
 from tests.programs import PROGRAMS
 
 SAMPLES, STEPS = 407, 41
 """Samples of the dataset, and steps of an epoch."""
+EPOCHS = 2
+"""Epochs of a trial."""
+
+
+def rounds_of(folder: Path) -> dict[int, dict[int, list[list[int]]]]:
+    """Return the lines of all files: by round, by rank. A round without lines is left out."""
+    found: dict[int, dict[int, list[list[int]]]] = defaultdict(dict)
+    for path in folder.glob("*-*.txt"):
+        number, rank = map(int, path.stem.split("-"))
+        if rows := [[int(word) for word in row.split()] for row in path.read_text().splitlines()]:
+            found[number][rank] = rows
+    return dict(sorted(found.items()))
 
 
 def surviving(folder: Path) -> dict[int, list[int]]:
@@ -37,17 +55,19 @@ def surviving(folder: Path) -> dict[int, list[int]]:
 
     A step that was trained again counts as its last round has trained it.
     """
-    found: dict[int, dict[int, list[int]]] = defaultdict(dict)
-    for path in folder.glob("*-*.txt"):
-        number = int(path.stem.split("-")[0])
-        for line in path.read_text().splitlines():
-            step, _, *samples = map(int, line.split())
-            found[step].setdefault(number, []).extend(samples)
-    return {step: rounds[max(rounds)] for step, rounds in found.items()}
+    found: dict[int, list[int]] = {}
+    for ranks in rounds_of(folder).values():
+        trained: dict[int, list[int]] = defaultdict(list)
+        for step, _, *samples in (row for rows in ranks.values() for row in rows):
+            trained[step] += samples
+        found |= trained
+    return found
 
 
 def check(folder: Path, reference: Path, *, epochs: int, tolerance: float) -> None:
     """Compare a run with one that was not disturbed: the samples of each step, and the weights.
+
+    The ledger must say the same about the samples.
 
     Args:
         folder: that of the run.
@@ -64,6 +84,23 @@ def check(folder: Path, reference: Path, *, epochs: int, tolerance: float) -> No
         assert sorted(whole) == list(range(SAMPLES)), f"epoch {epoch}"
     ours, theirs = (json.loads((f / "weights.json").read_text()) for f in (folder, reference))
     assert ours == pytest.approx(theirs, rel=tolerance, abs=tolerance / 10)
+    report = verify(folder)
+    assert (report.exact, report.steps, report.problems) == (True, epochs * STEPS, [])
+
+
+def check_planned_changes(folder: Path, faults: Iterable[int]) -> None:
+    """Check that no step was repeated where the world changed by plan.
+
+    Args:
+        folder: that of the run.
+        faults: the rounds that have begun after a fault.
+    """
+    after_fault = set(faults)
+    for (last, before), (number, now) in pairwise(rounds_of(folder).items()):
+        if not after_fault & set(range(last + 1, number + 1)):
+            ended = {rows[-1][0] for rows in before.values()}
+            began = {rows[0][0] for rows in now.values()}
+            assert began == {max(ended) + 1}, f"rounds {last} and {number}: {ended}, {began}"
 
 
 def run_alone(program: Path, folder: Path, *, epochs: int) -> None:
@@ -86,65 +123,137 @@ def at_step(run: Job, step: int) -> None:
     )
 
 
-def run_with_faults(place: Place, program: Path, *, epochs: int) -> None:
-    """Run a program as a job whose epochs are disturbed by kills, resizes and a drain.
+class Trial:
+    """A job whose training is disturbed, by one case after the other."""
 
-    The world is resized 1→3→2 within the first epoch. A worker, a process of a data loader and a
-    node are killed, and a node is drained in the second epoch.
+    def __init__(self, run: Job) -> None:
+        """Wait for the first round.
 
-    Args:
-        place: where the job runs; the program gets its folder.
-        program: the program under test.
-        epochs: how many epochs it trains, at least 2.
-    """
-    permit(place.folder, 0)
-    provide_task(place)
-    with job(
-        place,
-        script=program,
-        args=(str(place.folder), str(epochs)),
-        hosts=3,
-        replicas=1,
-        minReplicas=1,
-        maxReplicas=3,
-        restartCount=10,
-        settings=CALM,
-    ) as run:
-        at_step(run, 4)
-        first = run.running(1)
-        run.cli("job", "scale", "3")
-        three = run.running(3, round_after=first.round)
-        at_step(run, 10)
-        os.kill(members(three)[1].pids[0], signal.SIGKILL)
-        again = run.running(3, round_after=three.round)
-        at_step(run, 16)
-        loaders = psutil.Process(members(again)[2].pids[0]).children()
+        Args:
+            run: the job, which begins with one node.
+        """
+        self.run, self.folder = run, run.place.folder
+        self.last = run.running(1)
+        self.faults: set[int] = set()
+        """The rounds that have begun after a fault."""
+        self.stored_by_two = 0
+        """The step of a checkpoint that two nodes have stored."""
+
+    # --- Cases ---
+
+    def resize_1_3_2(self) -> None:
+        """Two nodes join. One is drained (SIGTERM) before the three save their first step."""
+        at_step(self.run, 3)
+        self.run.cli("job", "scale", "3")
+        three = self.last = self.run.running(3, round_after=self.last.round)
+        self._first_step()
+        self.run.cli("node", "drain", members(three)[1].id)  # no host is left for another one
+        self.last = self.run.running(2, round_after=three.round)
+        self.run.cli("job", "scale", "2")
+
+    def lose_node(self) -> None:
+        """SIGKILL ends an agent and its worker. The other node goes on from the memory of both.
+
+        The checkpoint of the two nodes is stored before.
+        """
+        self._train(3)
+        self.stored_by_two, _ = stored(self.run)
+        self._train(2)
+        self.run.hurt(members(self.last)[0].id, "kill")
+        self._after_fault(1)
+
+    def tear_checkpoint(self) -> None:
+        """All nodes are lost, and the newest stored checkpoint is torn: that before it is loaded.
+
+        This is the one that two nodes have stored. One node loads it.
+        """
+        self._train(2)
+        newer, folder = stored(self.run)
+        assert newer > self.stored_by_two
+        torn = folder / "__0_0.distcp"
+        os.truncate(torn, torn.stat().st_size // 2)
+        self.run.hurt(members(self.last)[0].id, "kill")
+        self.run.cli("node", "add")
+        self._after_fault(1)
+        self._first_step()
+        assert rounds_of(self.folder)[self.last.round][0][0][0] == self.stored_by_two + 1
+
+    def join(self) -> None:
+        """A node joins the only one before that has saved its first step."""
+        self._first_step()
+        self.run.cli("node", "add")
+        self.last = self.run.running(2, round_after=self.last.round)
+
+    def kill_worker(self) -> None:
+        """SIGKILL ends a worker. Both start again from the memory of their nodes."""
+        at_step(self.run, STEPS + 3)
+        os.kill(members(self.last)[1].pids[0], signal.SIGKILL)
+        self._after_fault(2)
+
+    def kill_prefetching_worker(self) -> None:
+        """SIGKILL ends a process of a data loader, which has read batches ahead."""
+        self._train(3)
+        loaders = psutil.Process(members(self.last)[1].pids[0]).children()
         assert loaders, "the workers of a DataLoader"
         loaders[0].kill()
-        third = run.running(3, round_after=again.round)
-        at_step(run, 22)
-        run.cli("job", "scale", "2")
-        two = run.running(2, round_after=third.round)
-        at_step(run, 28)
-        run.hurt(members(two)[0].id, "kill")
-        lost = run.running(2, round_after=two.round)
-        at_step(run, STEPS + 3)
-        run.cli("node", "drain", members(lost)[1].id)
-        permit(place.folder, OPEN)
-        assert run.wait(within_s=250) == 0, "".join(run.output)
+        self._after_fault(2)
+
+    # --- The end ---
+
+    def finish(self) -> None:
+        """Let the job end, and check what the programs have written about the rounds."""
+        permit(self.folder, OPEN)
+        assert self.run.wait(within_s=250) == 0, "".join(self.run.output)
+        stored_steps = [m.step for m in CheckpointDirectory(self.folder / "store").checkpoints()]
+        assert max(stored_steps) == EPOCHS * STEPS, "the end of the training is stored"
+        rounds = rounds_of(self.folder)
+        worlds = [len(ranks) for ranks in rounds.values() if ranks[0][0][0] <= STEPS]
+        changes = [a for a, b in pairwise([*worlds, 0]) if a != b]
+        assert (changes[0], changes[-4:]) == (1, [3, 2, 1, 2]), f"in the first epoch: {changes}"
+        check_planned_changes(self.folder, self.faults)
+
+    # --- Steps of the cases ---
+
+    def _first_step(self) -> int:
+        """Wait for the first step of the round, and return the newest one.
+
+        Workers that may not train on pause after a step, before they save it.
+        """
+        number = self.last.round
+        status = self.run.until(
+            lambda s: s.round == number and s.progress is not None, f"a step of round {number}"
+        )
+        assert status.progress is not None
+        return status.progress.step
+
+    def _train(self, steps: int) -> None:
+        """Train some steps of the round."""
+        at_step(self.run, self._first_step() + steps)
+
+    def _after_fault(self, nodes: int) -> None:
+        """Wait until the nodes run that are left after a fault."""
+        self.faults.add(self.last.round + 1)
+        self.last = self.run.running(nodes, round_after=self.last.round)
 
 
-def run_with_a_torn_checkpoint(place: Place, program: Path, *, epochs: int) -> None:
-    """Run a program as a job whose nodes are lost at once, with a torn checkpoint in its storage.
+CASES = {
+    "resize 1→3→2 with SIGTERM drain": Trial.resize_1_3_2,
+    "resize 2→1 with a lost node": Trial.lose_node,
+    "torn checkpoint": Trial.tear_checkpoint,
+    "resize 1→2": Trial.join,
+    "kill -9": Trial.kill_worker,
+    "killed prefetching worker": Trial.kill_prefetching_worker,
+}
+"""What may happen in a trial, in this order: all resizes in the first epoch, the rest after it."""
 
-    The world is resized 2→1→2 within the first epoch. In the second one, all nodes are lost. The
-    job must continue from the newest checkpoint that is whole. One node may do so first: the nodes
-    that replace the lost ones are ready at different times.
+
+def run_trial(place: Place, program: Path, *, without: Iterable[str] = ()) -> None:
+    """Run a program as a job in which all cases happen, and check what its rounds have done.
 
     Args:
         place: where the job runs; the program gets its folder.
         program: the program under test.
-        epochs: how many epochs it trains, at least 2.
+        without: the cases that are left out.
     """
     permit(place.folder, 0)
     provide_task(place)
@@ -152,38 +261,25 @@ def run_with_a_torn_checkpoint(place: Place, program: Path, *, epochs: int) -> N
     with job(
         place,
         script=program,
-        args=(str(place.folder), str(epochs)),
-        hosts=4,  # two are lost
-        replicas=2,
+        args=(str(place.folder), str(EPOCHS)),
+        hosts=3,  # the cases add others when the job may grow again
+        replicas=1,
         minReplicas=1,
-        maxReplicas=2,
+        maxReplicas=3,
         restartCount=10,
         spec={"checkpoint": only_on_request},
         settings=CALM,
     ) as run:
-        last = run.running(2)
-        for step, world in ((4, 1), (8, 2)):
-            at_step(run, step)
-            run.cli("job", "scale", str(world))
-            last = run.running(world, round_after=last.round)
-        at_step(run, STEPS + 3)
-        whole, _ = stored(run)
-        run.until(
-            lambda s: s.last_checkpoint is not None and s.last_checkpoint.step > whole,
-            f"a checkpoint that is newer than that of step {whole}",
-        )
-        newer, folder = stored(run)
-        assert newer > whole
-        # Each world reads all of this file. What belongs to rank 1 alone, one node does not read.
-        torn = folder / "__0_0.distcp"
-        os.truncate(torn, torn.stat().st_size // 2)
-        for verb in ("freeze", "kill"):  # none may go on alone from its memory in between
-            for node in members(last):
-                run.hurt(node.id, verb)
-        run.running(2, round_after=last.round)
-        permit(place.folder, OPEN)
-        assert run.wait(within_s=250) == 0, "".join(run.output)
-    assert first_step(place.folder, round_after=last.round) == whole + 1
+        trial = Trial(run)
+        for name, happen in CASES.items():
+            if name in without:
+                continue
+            try:
+                happen(trial)
+            except AssertionError as error:
+                error.add_note(f"in the case {name!r}")
+                raise
+        trial.finish()
 
 
 def stored(run: Job) -> tuple[int, Path]:
@@ -192,11 +288,3 @@ def stored(run: Job) -> tuple[int, Path]:
     found = re.fullmatch(r"job: the checkpoint of step (\d+) is in (\S+)\n", said)
     assert found is not None, said
     return int(found[1]), Path(found[2])
-
-
-def first_step(folder: Path, *, round_after: int) -> int:
-    """Return the first step that was trained in the rounds after a round."""
-    found = {int(path.stem.split("-")[0]): path for path in folder.glob("*-0.txt")}
-    steps = {number: path.read_text().split() for number, path in found.items()}
-    first = min(number for number, words in steps.items() if number > round_after and words)
-    return int(steps[first][0])

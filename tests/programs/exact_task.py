@@ -43,18 +43,17 @@ def network() -> nn.Module:
 class Record:
     """Writes down what this rank trains; see :mod:`tests.exact_runs`."""
 
-    def __init__(self, pause_s: float = 1.0) -> None:
+    def __init__(self, pause_s: float = 60.0) -> None:
         """Open the file of this rank.
 
         Args:
-            pause_s: seconds to wait after each step that the test has not permitted. A program
-                with slow imports waits longer, lest it ends before other nodes have joined.
+            pause_s: seconds to wait after each step that the test has not permitted. The epoch must
+                not end before other nodes have imported a framework and joined.
         """
         self.pause_s = pause_s
         self.folder, self.epochs = Path(sys.argv[1]), int(sys.argv[2])
-        first_round = int(sys.argv[3]) if len(sys.argv) > 3 else 0
         self.rank = session.world().rank
-        path = self.folder / f"{first_round + session.round()}-{self.rank}.txt"
+        path = self.folder / f"{session.round()}-{self.rank}.txt"
         self._lines = path.open("a", buffering=1)
 
     def trained(self, step: int, epoch: int, samples: Iterable[int]) -> None:

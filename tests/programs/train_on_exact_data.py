@@ -44,6 +44,7 @@ def main() -> None:
             checkpointer.save(loader.steps, state)
             if checkpointer.should_stop:
                 break
+    checkpointer.save(loader.steps, state, force=True)
     checkpointer.close()
     if loader.epoch == record.epochs:
         record.finished(model)

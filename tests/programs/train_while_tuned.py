@@ -1,7 +1,7 @@
 """Trains as :mod:`tests.exact_runs` demands, and writes down how each rank divides its steps.
 
 FOLDER/ROUND-RANK.sizes has a line ``STEP WORKERS SIZE …`` for each step: the number of loader
-workers, and the samples of each micro-batch. After FIRST_ROUND the program takes a limit: it
+workers, and the samples of each micro-batch. After EPOCHS the program takes a limit: it
 asks for more memory than there is if a micro-batch has more samples.
 """
 
@@ -19,7 +19,7 @@ from dlrover_py.trainer.data import ElasticLoader
 
 def main() -> None:
     record = Record(pause_s=1.5)
-    limit = int(sys.argv[4]) if len(sys.argv) > 4 else GLOBAL_BATCH
+    limit = int(sys.argv[3]) if len(sys.argv) > 3 else GLOBAL_BATCH
     sizes_of = record.folder / f"{session.round()}-{record.rank}.sizes"
     torch.set_num_threads(1)
     model = network()

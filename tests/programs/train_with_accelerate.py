@@ -9,7 +9,7 @@ from dlrover_py.trainer.integrations.accelerate import ElasticAccelerator
 
 
 def main() -> None:
-    record = Record(pause_s=10.0)
+    record = Record()
     torch.set_num_threads(1)
     accelerator = ElasticAccelerator(cpu=True)
     model = network()

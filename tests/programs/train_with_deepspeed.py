@@ -22,7 +22,7 @@ from dlrover_py.trainer.integrations.deepspeed import ElasticEngine
 
 
 def main() -> None:
-    record = Record(pause_s=10.0)
+    record = Record()
     torch.set_num_threads(1)
     # Without this, DeepSpeed compiles operations for CPUs when it starts, which takes a minute.
     deepspeed.ops.__compatible_ops__ = defaultdict(bool)
@@ -39,6 +39,7 @@ def main() -> None:
         micro_batch=3,
         seed=3,
         seed_samples=True,
+        ledger=record.folder / "ledger",
         num_workers=1,
     )
     elastic = ElasticEngine(
@@ -60,6 +61,7 @@ def main() -> None:
             checkpointer.save(loader.steps, state)
             if checkpointer.should_stop:
                 break
+    checkpointer.save(loader.steps, state, force=True)
     checkpointer.close()
     if loader.epoch == record.epochs:
         assert engine.global_steps == model.steps_seen == loader.steps

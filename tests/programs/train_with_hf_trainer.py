@@ -55,7 +55,7 @@ def collate(samples: list[Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    record = Record(pause_s=10.0)
+    record = Record()
     torch.set_num_threads(1)
     arguments = TrainingArguments(
         str(record.folder / "output"),

@@ -33,7 +33,7 @@ class Task(L.LightningModule):  # type: ignore[misc]
 
 
 def main() -> None:
-    record = Record(pause_s=10.0)
+    record = Record()
     torch.set_num_threads(1)
     loader = ElasticLoader(
         Points(),

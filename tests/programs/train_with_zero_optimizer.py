@@ -35,6 +35,7 @@ def main() -> None:
         micro_batch=3,
         seed=3,
         seed_samples=True,
+        ledger=record.folder / "ledger",
         num_workers=1,
     )
     state = {"model": model, "optimizer": optimizer, "scaler": scaler, "data": loader}
@@ -62,6 +63,7 @@ def main() -> None:
             checkpointer.save(loader.steps, state)
             if checkpointer.should_stop:
                 break
+    checkpointer.save(loader.steps, state, force=True)
     checkpointer.close()
     if loader.epoch == record.epochs:
         record.finished(model)
