@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.ps import specs
 from dlrover_py.ps.counts import RecentCounts
+from dlrover_py.ps.hashing import bucket_of, salt_of
 from dlrover_py.ps.specs import Keep, TableSpec, check_table
 from dlrover_py.ps.store import Store, Table
 from tests.ps_threads import client, servers
@@ -64,7 +65,7 @@ def test_a_backup_has_the_rows_of_its_primary(
         store.add([spec(specs.keep(min_count=count, max_rows=most))])
     for push in pushes:
         ids = np.array(push, np.int64)
-        buckets = set(primary._buckets_of(primary.tables["t"], ids).tolist())
+        buckets = set(bucket_of(ids, salt_of("t"), 4).tolist())
         backup.install(primary.apply([("t", [ids, ones(len(ids))])], buckets), buckets)
     for bucket in range(4):
         learner.install(primary.copy(bucket), [bucket])
