@@ -9,7 +9,6 @@ before, it is sent again as a push of the next step, under a new number.
 """
 
 import contextlib
-import itertools
 import os
 import threading
 import time
@@ -20,9 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import zmq
-
 from dlrover_py.protocol.errors import (
     CheckpointError,
     ConfigError,
@@ -32,19 +28,16 @@ from dlrover_py.protocol.errors import (
 )
 from dlrover_py.ps import messages as m
 from dlrover_py.ps.cluster_map import ClusterMap, StepId
-from dlrover_py.ps.codecs import decode as decode_rows
-from dlrover_py.ps.codecs import encode as encode_rows
-from dlrover_py.ps.feedback import Feedback
-from dlrover_py.ps.hashing import Floats, Ids, Words, bucket_of, mix, salt_of
+from dlrover_py.ps.connections import Connections
+from dlrover_py.ps.hashing import Floats, Ids
+from dlrover_py.ps.request_rows import SentTables, TableRows, received
 from dlrover_py.ps.session import PendingRequests, SendPart
 from dlrover_py.ps.settings import Settings, read_access
-from dlrover_py.ps.specs import Consistency, ConsistencyKind, Formats, RowFormat, TableSpec
+from dlrover_py.ps.specs import Consistency, ConsistencyKind, Formats, TableSpec
 from dlrover_py.ps.steps import Fate, StepFollower
 from dlrover_py.ps.store import Payload
-from dlrover_py.ps.wire import JobAccess, WireError, decode, new_context, send
+from dlrover_py.ps.wire import JobAccess, WireError
 
-MAX_REQUEST_BYTES = 256 << 20
-"""Bytes of the arrays of one request."""
 WATCH_S = 5.0
 ASK_S = 0.5
 """Seconds after which the coordinator is asked again what became of a meeting, or of a step."""
@@ -53,30 +46,19 @@ LEAVING_MS = 200
 """Milliseconds for the last word of a worker, after which others do not wait for it."""
 
 
+_LOST = (
+    "all copies of some rows are lost: their servers have died; start the workers again, and go "
+    "back to the last cut of all rows with ps.restore()"
+)
+
+
 class DataLossError(DLRoverError):
     """All copies of a bucket died: rows of acknowledged pushes are gone."""
 
 
 @dataclass(slots=True)
-class _TableRows:
-    """The rows of one table in a request, ordered by bucket."""
-
-    table: str
-    arrays: list[Any]
-    """Ids, and gradients for a push, in the format in which they are sent."""
-    starts: Ids
-    """First row of each bucket, and the end."""
-    order: Ids
-    """Row of the request at each place."""
-    rows: Floats | None = None
-    """The rows that a pull has received."""
-    format: RowFormat = RowFormat.FP32
-    """How the rows of a pull are to come."""
-
-
-@dataclass(slots=True)
 class _Request:
-    parts: list[_TableRows]
+    parts: list[TableRows]
     buckets: tuple[int, ...]
     push: bool
     deadline: float
@@ -96,6 +78,10 @@ class _Pace:
     """A push that all servers have, whose step others have not ended yet."""
     due: float = 0.0
     """When it says again how far it is."""
+
+    def word(self, name: str, incarnation: int, leaving: bool) -> m.Stepped:
+        """Return how far the worker is, or that it leaves, for the coordinator."""
+        return m.Stepped(name, incarnation, self.follower.ended, self.world, self.round, leaving)
 
 
 @dataclass(slots=True)
@@ -139,11 +125,7 @@ class PsClient:
         self._meetings = 0
         self._pace: _Pace | None = None
         self._seq = 0
-        self._formats: dict[str, Formats] = {}
-        self._feedback: dict[str, Feedback] = {}
-        """What was not sent of the gradients of tables with ``top``."""
-        self._seeds = itertools.count()
-        """Seeds of random roundings: each push has another one."""
+        self._tables = SentTables(name)
         self._address = access.address
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
@@ -176,16 +158,12 @@ class PsClient:
             UnreachableError: The coordinator did not answer.
         """
         formats = formats or Formats()
-        known = self._formats.get(spec.name, formats)
-        if known != formats:
-            raise ConfigError(f"table {spec.name} is used twice: with {known}, and with {formats}")
+        self._tables.check(spec, formats)
         with self._changed:
             self._refusal = ""
         self._post(m.CreateTable(spec))
-        self._wait(lambda: self._has(spec), f"table {spec.name}")
-        self._formats[spec.name] = formats
-        if 0 < formats.top < spec.dim:
-            self._feedback.setdefault(spec.name, Feedback(spec.dim, formats))
+        self._wait(lambda: self.map.table(spec.name) == spec, f"table {spec.name}")
+        self._tables.add(spec, formats)
 
     def use(self, consistency: Consistency, world: int | None = None) -> None:
         """Order the steps of this worker and of all others. Call it before the first push.
@@ -205,9 +183,8 @@ class PsClient:
         self._post(m.UseConsistency(consistency))
         self._wait(lambda: self.map.steps.consistency == consistency, f"{consistency}")
         if consistency.kind is not ConsistencyKind.ASYNC and self._pace is None:
-            settings = Settings.from_environment()
-            workers = settings.world if world is None else world
-            self._pace = _Pace(StepFollower(consistency), workers, settings.round)
+            found = Settings.from_environment()
+            self._pace = _Pace(StepFollower(consistency), world or found.world, found.round)
             self._wake()
 
     @property
@@ -261,8 +238,8 @@ class PsClient:
             CheckpointError: There is no directory, it cannot be written, or rows are lost.
             UnreachableError: Not all workers called in time.
         """
-        for name, one in self._feedback.items():
-            self._request({name: one.take()}, push=True, whole=True).result()
+        for name, rest in self._tables.unsent():
+            self._request({name: rest}, push=True, whole=True).result()
         self._meet(step, world, restore=False)
 
     def restore(self, step: int | None = None, world: int | None = None) -> int | None:
@@ -282,8 +259,7 @@ class PsClient:
             CheckpointError: There is no such cut, it is damaged, or it has other tables.
             UnreachableError: Not all workers called in time.
         """
-        for one in self._feedback.values():
-            one.clear()
+        self._tables.forget()
         found = self._meet(-1 if step is None else step, world, restore=True)
         return None if found < 0 else found
 
@@ -315,37 +291,10 @@ class PsClient:
             push: Whether it is a push.
             whole: Whether all values of gradients are sent now, whatever their ``top`` is.
         """
-        count = len(self.map.placements)
-        parts: list[_TableRows] = []
-        size = 0
-        touched = np.zeros(count, np.bool_)
-        for name, arrays in tables.items():
-            spec = self.map.table(name)
-            if spec is None:
-                raise ConfigError(f"table {name!r} does not exist: expected create() before")
-            ids = _checked_ids(spec, arrays, push=push)
-            size += ids.nbytes + 4 * len(ids) * spec.dim
-            if size > MAX_REQUEST_BYTES:
-                raise ConfigError(
-                    f"a request has more than {MAX_REQUEST_BYTES} bytes: use smaller batches"
-                )
-            used = self._formats.get(name, Formats())
-            if push:
-                seed = np.array([next(self._seeds), salt_of(self.name), salt_of(name)], "u8")
-                feedback = None if whole else self._feedback.get(name)
-                ids, arrays = _encoded(spec, used.push, ids, np.asarray(arrays[1]), seed, feedback)
-            of = bucket_of(np.ascontiguousarray(ids), salt_of(name), count)
-            order = np.argsort(of, kind="stable")
-            sizes = np.bincount(of, minlength=count)
-            touched |= sizes > 0
-            starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
-            ordered = [np.asarray(array)[order] for array in arrays]
-            rows = None if push else np.empty((len(ids), spec.dim), np.float32)
-            parts.append(_TableRows(name, ordered, starts, order, rows, used.pull))
-        buckets = tuple(np.flatnonzero(touched).tolist())
+        parts, buckets = self._tables.ordered(self.map, tables, push=push, whole=whole)
         request = _Request(parts, buckets, push, time.monotonic() + self._timeout_s)
         if not buckets and not (push and self._pace):
-            request.future.set_result(_result(request))
+            request.future.set_result(received(request.parts))
             return request.future
         self._post(request)
         return request.future
@@ -390,9 +339,6 @@ class PsClient:
         with contextlib.suppress(BlockingIOError, OSError):
             os.write(self._wake_write, b".")
 
-    def _has(self, spec: TableSpec) -> bool:
-        return self._requests.map is not None and self._requests.map.table(spec.name) == spec
-
     def _wait(self, ready: Any, what: str) -> None:
         """Wait until the thread has news that fulfil a condition.
 
@@ -410,10 +356,8 @@ class PsClient:
             )
             if ready():
                 return
-            if self._broken is not None:
-                raise self._broken
-            if self._refusal:
-                raise ConfigError(self._refusal)
+            if self._broken is not None or self._refusal:
+                raise self._broken or ConfigError(self._refusal)
         raise UnreachableError(
             f"{what}: no answer of the coordinator at {self._address} within {self._timeout_s:g} s"
         )
@@ -421,22 +365,7 @@ class PsClient:
     # --- The thread ---
 
     def _run(self) -> None:
-        context = new_context(ipv6="[" in self._address)
-        poller = zmq.Poller()
-        poller.register(self._wake_read, zmq.POLLIN)
-        sockets: dict[str, Any] = {}
-        self._servers = sockets
-
-        def connect(name: str, address: str) -> None:
-            socket = context.socket(zmq.DEALER)
-            socket.linger = 0
-            socket.connect(address)
-            poller.register(socket, zmq.POLLIN)
-            sockets[name] = socket
-
-        self._connect = connect
-        self._poller = poller
-        connect("", self._address)
+        self._lines = Connections(self._address, self._key, self._wake_read)
         watch_at = 0.0
         try:
             while not self._over:
@@ -445,17 +374,16 @@ class PsClient:
                     watch_at = now + WATCH_S
                     known = self._requests.map
                     self._send("", m.WatchMap(known.epoch if known else -1))
-                poller.poll(int(TICK_S * 1000))
+                self._lines.poll(TICK_S)
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake_read, 4096)
                 self._take_commands()
-                for name in list(sockets):
-                    self._receive(name)
+                self._receive()
                 self._tick(time.monotonic())
         finally:
             self._fail_all(UnreachableError("the client was closed"))
             self._report(leaving=True)
-            context.destroy(linger=LEAVING_MS)
+            self._lines.close(LEAVING_MS)
 
     def _take_commands(self) -> None:
         while self._commands:
@@ -495,10 +423,7 @@ class PsClient:
         pace = self._pace
         if pace is not None and (self._broken is None or leaving):
             pace.due = time.monotonic() + ASK_S
-            word = m.Stepped(
-                self.name, self._incarnation, pace.follower.ended, pace.world, pace.round, leaving
-            )
-            self._send("", word)
+            self._send("", pace.word(self.name, self._incarnation, leaving))
 
     def _follow_steps(self) -> None:
         """Go on if the newest map allows it, or begin the step again with the new group."""
@@ -512,7 +437,7 @@ class PsClient:
             fate = pace.follower.fate(waiting.step, steps)
             pace.push = waiting if fate is Fate.WAIT else None
             if fate is Fate.GO_ON:
-                waiting.future.set_result(_result(waiting))
+                waiting.future.set_result(received(waiting.parts))
             elif fate is Fate.AGAIN:
                 self._pushes.appendleft(waiting)
         for seq, request in list(self._open.items()):
@@ -527,7 +452,7 @@ class PsClient:
         pace = self._pace
         if not request.push or pace is None:
             self._next_push()
-            request.future.set_result(_result(request))
+            request.future.set_result(received(request.parts))
             return
         pace.follower.end(request.step)
         pace.push = request
@@ -564,19 +489,13 @@ class PsClient:
         """Fail the requests for lost rows; return the parts of all others."""
         lost = self._requests.lost()
         for seq in lost:
-            self._fail(seq, DataLossError(
-                "all copies of some rows are lost: their servers have died; start the workers "
-                "again, and go back to the last cut of all rows with ps.restore()"
-            ))  # fmt: skip
+            self._fail(seq, DataLossError(_LOST))
         return [part for part in parts if part.seq not in lost]
 
     def _send_parts(self, parts: list[SendPart]) -> None:
         for one in parts:
             request = self._open[one.seq]
-            payload: Payload = [
-                (part.table, [_slices(array, part, one.buckets) for array in part.arrays])
-                for part in request.parts
-            ]
+            payload: Payload = [(part.table, part.of(one.buckets)) for part in request.parts]
             epoch = self.map.epoch
             formats = {part.table: part.format for part in request.parts}
             message: m.Push | m.Pull = m.Pull(epoch, one.seq, one.buckets, formats)
@@ -586,26 +505,15 @@ class PsClient:
             self._send(one.server, message, payload)
 
     def _send(self, server: str, message: Any, payload: Payload | None = None) -> None:
-        if server not in self._servers:
-            self._connect(server, self.map.servers[server])
-        # A full queue is one more lost message: what has no answer is sent again.
-        with contextlib.suppress(zmq.Again):
-            send(self._servers[server], message, payload or [], self._key)
+        address = self.map.servers[server] if server else self._address
+        self._lines.send(server, address, message, payload or [])
 
-    def _receive(self, name: str) -> None:
-        for _ in range(32):
-            if name not in self._servers:
-                return
-            try:
-                frames = self._servers[name].recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            try:
-                message, payload = decode([frame.buffer for frame in frames], self._key)
-            except WireError as error:
-                self._break(ConfigError(f"an answer of the parameter server: {error}"))
-                return
-            self._handle(message, payload)
+    def _receive(self) -> None:
+        try:
+            for message, payload in self._lines.received():
+                self._handle(message, payload)
+        except WireError as error:
+            self._break(ConfigError(f"an answer of the parameter server: {error}"))
 
     def _handle(self, message: Any, payload: Payload) -> None:
         match message:
@@ -630,10 +538,7 @@ class PsClient:
         now = time.monotonic()
         parts = self._requests.on_map(new, now)
         current = self.map
-        for gone in self._servers.keys() - {"", *current.servers}:
-            socket = self._servers.pop(gone)
-            self._poller.unregister(socket)
-            socket.close()
+        self._lines.keep({"", *current.servers})
         self._follow_steps()
         self._send_parts([one for one in self._without_lost(parts) if one.seq in self._open])
         if not self._joined:
@@ -656,17 +561,7 @@ class PsClient:
         if request is None or request.push:
             return
         for part, (_, arrays) in zip(request.parts, payload, strict=True):
-            rows = decode_rows(arrays)
-            assert part.rows is not None
-            assert rows is not None
-            if _covers(part, message.buckets):
-                part.rows[:] = rows
-                continue
-            at = 0
-            for bucket in message.buckets:
-                start, stop = part.starts[bucket], part.starts[bucket + 1]
-                part.rows[start:stop] = rows[at : at + stop - start]
-                at += stop - start
+            part.receive(message.buckets, arrays)
         self._answered(message.seq, message.buckets)
 
     def _answered(self, seq: int, buckets: tuple[int, ...]) -> None:
@@ -759,91 +654,3 @@ def connect(
             "DLROVER_PS is not set: start the script with `dlrover ps serve -- COMMAND`"
         )
     return PsClient(read_access(where), name or f"worker-{settings.rank}", timeout_s=timeout_s)
-
-
-def _covers(part: _TableRows, buckets: tuple[int, ...]) -> bool:
-    """Return whether buckets, in this order, are all rows of a part."""
-    sizes = int(sum(part.starts[bucket + 1] - part.starts[bucket] for bucket in buckets))
-    return sizes == len(part.order)
-
-
-def _slices(array: Any, part: _TableRows, buckets: tuple[int, ...]) -> Any:
-    """Return the rows of an array that are in some buckets."""
-    if _covers(part, buckets):
-        return array
-    chosen = [array[part.starts[one] : part.starts[one + 1]] for one in buckets]
-    return np.concatenate(chosen)
-
-
-def _checked_ids(spec: TableSpec, arrays: "Sequence[Any]", *, push: bool) -> Ids:
-    """Return the ids of a request for a table.
-
-    Args:
-        spec: The table.
-        arrays: Ids, and gradients for a push.
-        push: Whether it is a push.
-
-    Raises:
-        ConfigError: An array has another type or shape.
-    """
-    ids = np.asarray(arrays[0])
-    if ids.dtype != np.int64 or ids.ndim != 1:
-        raise ConfigError(
-            f"table {spec.name}: expected ids as int64 [n], found {ids.dtype} {ids.shape}"
-        )
-    if push:
-        found = np.asarray(arrays[1])
-        if found.dtype != np.float32 or found.shape != (len(ids), spec.dim):
-            raise ConfigError(
-                f"table {spec.name}: expected gradients as float32 ({len(ids)}, {spec.dim}), "
-                f"found {found.dtype} {found.shape}"
-            )
-    return ids
-
-
-def _encoded(
-    spec: TableSpec,
-    format: RowFormat,
-    ids: Ids,
-    grads: Floats,
-    seed: Words,
-    feedback: Feedback | None,
-) -> tuple[Ids, list[Any]]:
-    """Return the ids of a push, and all its arrays. A push that is sent again has the same ones.
-
-    Args:
-        spec: The table.
-        format: The format of its gradients.
-        ids: The ids.
-        grads: The gradients, float32.
-        seed: Numbers on which the random rounding depends.
-        feedback: What was not sent before, if only some values are sent. None: all are.
-
-    Raises:
-        ConfigError: The format does not have such a number.
-    """
-    if feedback is not None:
-        if not np.isfinite(grads).all():  # it would stay in the memory
-            raise ConfigError(f"table {spec.name}: a gradient is infinite or not a number")
-        ids, arrays = feedback.encode(ids, grads, int(np.bitwise_xor.reduce(mix(seed))))
-    elif format is RowFormat.FP32:
-        return ids, [ids, grads]
-    else:
-        arrays = encode_rows(grads, format, int(np.bitwise_xor.reduce(mix(seed))))
-    carried = decode_rows(arrays, spec.dim)
-    if carried is None or not np.isfinite(carried).all():
-        raise ConfigError(
-            f"table {spec.name}: expected gradients that are numbers which {format} has, found "
-            f"values up to {np.abs(grads).max()}; use bf16 for large ones"
-        )
-    return ids, [ids, *arrays]
-
-
-def _result(request: _Request) -> dict[str, Floats]:
-    """Return the rows of a pull in the order in which they were asked for."""
-    found = {}
-    for part in request.parts:
-        if part.rows is not None:
-            found[part.table] = rows = np.empty_like(part.rows)
-            rows[part.order] = part.rows
-    return found

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from dlrover_py.ps.cluster_map import AckMode, ClusterMap, Placement, StepId
+from dlrover_py.ps.cluster_map import AckMode, ClusterMap, Placement, StepId, Steps
 from dlrover_py.ps.messages import (
     BucketCopy,
     Change,
@@ -265,7 +265,7 @@ class Replica:
                 continue
             before, state.term = state.term, placement.term
             if placement.primary == self.server and not placement.loading:
-                self._lead(state, placement, before, now)
+                _lead(state, placement, before, now)
             else:
                 for _, route, seq in state.waiting:
                     refused[route, seq].append(bucket)
@@ -295,54 +295,12 @@ class Replica:
     def _end_steps(self, now: float) -> None:
         """Apply the pushes of steps that are over, in the buckets that are led here."""
         assert self.map is not None
-        groups: dict[tuple[tuple[str, int], ...], list[int]] = defaultdict(list)
-        pushes: dict[int, _Waiting] = {}
-        for bucket, state in enumerate(self._buckets):
-            over = [
-                (name, one)
-                for name, one in sorted(state.stepping.items())
-                if state.since and self.map.steps.has(one.step)
-            ]
-            if over:
-                # No push of the next step comes before this server has the map that ends the last.
-                assert len({one.step for _, one in over}) == 1
-                pushes.update((id(one), one) for _, one in over)
-                groups[tuple((name, id(one)) for name, one in over)].append(bucket)
-        for group, buckets in groups.items():
-            step = pushes[group[0][1]].step
-            records = self._data.merge([pushes[one].payload for _, one in group], buckets)
+        for pushes, buckets in _over(self._buckets, self.map.steps):
+            step = pushes[0].step
+            records = self._data.merge([one.payload for one in pushes], buckets)
             for bucket in buckets:
-                self._settle(self._buckets[bucket], step)
+                _settle(self._buckets[bucket], step)
             self._ship(Replicate(self.server, "", 0, 0, (), step), buckets, records, now)
-
-    def _settle(self, state: _BucketState, step: StepId) -> None:
-        """Note that the pushes of a step are in the rows; those of earlier ones never will be."""
-        for name, one in state.stepping.items():
-            if one.step == step:
-                state.clients[name] = one.number
-        state.stepping = {name: one for name, one in state.stepping.items() if one.step > step}
-
-    def _lead(self, state: _BucketState, placement: Placement, before: int, now: float) -> None:
-        """Become or stay the primary of a bucket in a new term.
-
-        Args:
-            state: The bucket.
-            placement: Its placement in the new term.
-            before: The term before.
-            now: The time.
-        """
-        stays = state.since > 0 and placement.term == before + 1
-        old = state.followers if stays else {}
-        state.followers = {}
-        for follower in placement.followers:
-            backup = follower in placement.backups
-            known = old.get(follower) or _Follower(required=backup, streaming=backup)
-            known.required = backup
-            known.synced_at = -1
-            known.due = now  # it may have ignored the last changes of the term before
-            state.followers[follower] = known
-        if not stays:
-            state.since = placement.term
 
     def _placement(self, bucket: int) -> Placement:
         assert self.map is not None
@@ -422,18 +380,8 @@ class Replica:
             else:
                 self._refuse(route, request.seq, request.buckets, RefusalReason.MOVED)
             return True
-        sync = self.map.steps.consistency
-        if isinstance(request, Push) and request.step == (0, 0) and (
-            sync is not None and sync.kind is ConsistencyKind.SYNC
-        ):  # fmt: skip
-            words = "the workers of this job step together: expected a client that uses ps.sync()"
-            self._refuse(route, request.seq, request.buckets, RefusalReason.INVALID, words)
-            return True
-        named = set(request.buckets)
-        if len(named) < len(request.buckets) or not named <= set(range(len(self._buckets))):
-            words = f"expected buckets below {len(self._buckets)}, each once"
-        else:
-            words = self._data.fault(payload, request.buckets, grads=grads)
+        words = _fault(request, self.map)
+        words = words or self._data.fault(payload, request.buckets, grads=grads)
         if words:
             self._refuse(route, request.seq, request.buckets, RefusalReason.INVALID, words)
         return bool(words)
@@ -526,12 +474,8 @@ class Replica:
             if not state.waiting:
                 continue
             # A learner may become the primary without a failure: it is waited for in any case.
-            needed = [
-                one.held
-                for name, one in state.followers.items()
-                if one.required and not (at_once and name in self._placement(bucket).backups)
-            ]
-            safe = min([state.version, *needed])
+            spared = self._placement(bucket).backups if at_once else ()
+            safe = _copied(state, spared)
             while state.waiting and state.waiting[0][0] <= safe:
                 _, route, seq = state.waiting.popleft()
                 done[route, seq].append(bucket)
@@ -568,13 +512,9 @@ class Replica:
             if follower is None or follower.copied >= 0:
                 continue
             mark = (bucket, state.term, state.last_term, state.version)
-            payload, waiting = self._data.copy(bucket), []
-            for client, one in state.stepping.items():
-                part = self._data.select(one.payload, [bucket])
-                waiting.append(WaitingPush(client, *one.number, one.step, len(part)))
-                payload = [*payload, *part]
-            copy = BucketCopy(self.server, mark, dict(state.clients), tuple(waiting))
-            self._send(name, copy, payload)
+            waiting, more = _packed(state, bucket, self._data)
+            copy = BucketCopy(self.server, mark, dict(state.clients), waiting)
+            self._send(name, copy, [*self._data.copy(bucket), *more])
             follower.copied, follower.streaming = state.version, True
             follower.due = now + 4 * self._compare_s
             under_way += 1
@@ -655,7 +595,7 @@ class Replica:
                     state.clients[message.client] = one.number
                     state.stepping.pop(message.client, None)
                 else:
-                    self._settle(state, message.step)
+                    _settle(state, message.step)
             elif state.last_term != change.term or state.version < change.version:
                 lacking.append((change.bucket, change.term))
                 continue
@@ -674,16 +614,11 @@ class Replica:
             return
         state = self._buckets[bucket]
         if state.last_term != term or state.version < version:
-            rest = len(payload) - sum(one.tables for one in message.waiting)
+            records, state.stepping = _unpacked(message, payload)
             self._data.drop([bucket])
-            self._data.install(payload[:rest], [bucket])
+            self._data.install(records, [bucket])
             state.last_term, state.version = last_term, version
             state.clients = dict(message.clients)
-            state.stepping = {}
-            for one in message.waiting:
-                number, part = (one.incarnation, one.seq), payload[rest : rest + one.tables]
-                state.stepping[one.client] = _Waiting(number, one.step, part)
-                rest += one.tables
         self._answer(message.sender, [(bucket, term, state.last_term, state.version)], [])
 
     def on_compare(self, message: Compare) -> None:
@@ -707,6 +642,94 @@ class Replica:
             self._send(to, Lacking(self.server, tuple(lacking)))
 
 
+def _over(buckets: list[_BucketState], steps: Steps) -> list[tuple[list[_Waiting], list[int]]]:
+    """Return the pushes of steps that are over, and the buckets led here that have just these.
+
+    The pushes are in the order of the names of their workers.
+    """
+    groups: dict[tuple[int, ...], tuple[list[_Waiting], list[int]]] = {}
+    for bucket, state in enumerate(buckets):
+        over = [one for _, one in sorted(state.stepping.items()) if steps.has(one.step)]
+        if over and state.since:
+            # No push of the next step comes before this server has the map that ends the last.
+            assert len({one.step for one in over}) == 1
+            groups.setdefault(tuple(map(id, over)), (over, []))[1].append(bucket)
+    return list(groups.values())
+
+
+def _fault(request: Push | Pull, current: ClusterMap) -> str:
+    """Return why a request does not fit the map; empty if it does."""
+    sync = current.steps.consistency
+    if isinstance(request, Push) and request.step == (0, 0) and (
+        sync is not None and sync.kind is ConsistencyKind.SYNC
+    ):  # fmt: skip
+        return "the workers of this job step together: expected a client that uses ps.sync()"
+    named, count = set(request.buckets), len(current.placements)
+    if len(named) < len(request.buckets) or not named <= set(range(count)):
+        return f"expected buckets below {count}, each once"
+    return ""
+
+
+def _copied(state: _BucketState, spared: Collection[str]) -> int:
+    """Return the newest version of a bucket that each required follower has, except for some."""
+    known = [
+        one.held for name, one in state.followers.items() if one.required and name not in spared
+    ]
+    return min([state.version, *known])
+
+
+def _packed(state: _BucketState, bucket: int, data: Data) -> tuple[tuple[WaitingPush, ...], Rows]:
+    """Return the waiting pushes of a bucket for a copy of it, and their arrays."""
+    waiting, payload = [], []
+    for client, one in state.stepping.items():
+        part = data.select(one.payload, [bucket])
+        waiting.append(WaitingPush(client, *one.number, one.step, len(part)))
+        payload += part
+    return tuple(waiting), payload
+
+
+def _unpacked(message: BucketCopy, payload: Rows) -> tuple[Rows, dict[str, _Waiting]]:
+    """Return the records of a copied bucket, and its waiting pushes by worker."""
+    at = len(payload) - sum(one.tables for one in message.waiting)
+    records, stepping = payload[:at], {}
+    for one in message.waiting:
+        part = payload[at : at + one.tables]
+        stepping[one.client] = _Waiting((one.incarnation, one.seq), one.step, part)
+        at += one.tables
+    return records, stepping
+
+
 def _same(known: _Waiting | None, one: _Waiting) -> bool:
     """Return whether a push waits already."""
     return known is not None and (known.number, known.step) == (one.number, one.step)
+
+
+def _settle(state: _BucketState, step: StepId) -> None:
+    """Note that the pushes of a step are in the rows; those of earlier ones never will be."""
+    for name, one in state.stepping.items():
+        if one.step == step:
+            state.clients[name] = one.number
+    state.stepping = {name: one for name, one in state.stepping.items() if one.step > step}
+
+
+def _lead(state: _BucketState, placement: Placement, before: int, now: float) -> None:
+    """Become or stay the primary of a bucket in a new term.
+
+    Args:
+        state: The bucket.
+        placement: Its placement in the new term.
+        before: The term before.
+        now: The time.
+    """
+    stays = state.since > 0 and placement.term == before + 1
+    old = state.followers if stays else {}
+    state.followers = {}
+    for follower in placement.followers:
+        backup = follower in placement.backups
+        known = old.get(follower) or _Follower(required=backup, streaming=backup)
+        known.required = backup
+        known.synced_at = -1
+        known.due = now  # it may have ignored the last changes of the term before
+        state.followers[follower] = known
+    if not stays:
+        state.since = placement.term

@@ -288,9 +288,9 @@ MUTANTS = {
     "a push does not wait for its step": (
         replication, "elif push.step == (0, 0) or steps.has(push.step):", "elif True:"),
     "the end of a step leaves its pushes": (
-        replication, "            if one.step == step:\n", "            if False:\n"),
+        replication, "        if one.step == step:\n", "        if False:\n"),
     "a follower does not learn that a step has ended": (
-        replication, "                    self._settle(state, message.step)\n",
+        replication, "                    _settle(state, message.step)\n",
         "                    pass\n"),
     "a step is over when one worker has ended it": (
         steps, "done = min(ended, default=0)", "done = max(ended, default=0)"),

@@ -1,0 +1,75 @@
+"""The sockets of a worker: one to the coordinator, and one to each server.
+
+All calls are made by one thread.
+"""
+
+import contextlib
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import zmq
+
+from dlrover_py.ps.store import Payload
+from dlrover_py.ps.wire import decode, new_context, send
+
+AT_ONCE = 32
+"""Messages that are read from one socket before the next one has its turn."""
+
+
+class Connections:
+    """Sockets by the name of a server; that of the coordinator is empty."""
+
+    def __init__(self, coordinator: str, key: bytes, wake: int) -> None:
+        """Make no connection yet.
+
+        Args:
+            coordinator: Address of the coordinator.
+            key: The key that all messages of the job have.
+            wake: A descriptor that ends :meth:`poll` when it is readable.
+        """
+        self._key = key
+        self._context = new_context(ipv6="[" in coordinator)
+        self._poller = zmq.Poller()
+        self._poller.register(wake, zmq.POLLIN)
+        self._sockets: dict[str, Any] = {}
+
+    def poll(self, seconds: float) -> None:
+        """Wait until there is something to read, or for some seconds."""
+        self._poller.poll(int(seconds * 1000))
+
+    def send(self, name: str, address: str, message: Any, payload: Payload) -> None:
+        """Send a message, if its queue has room. A connection is made first if there is none."""
+        if name not in self._sockets:
+            socket = self._context.socket(zmq.DEALER)
+            socket.linger = 0
+            socket.connect(address)
+            self._poller.register(socket, zmq.POLLIN)
+            self._sockets[name] = socket
+        # A full queue is one more lost message: what has no answer is sent again.
+        with contextlib.suppress(zmq.Again):
+            send(self._sockets[name], message, payload, self._key)
+
+    def received(self) -> Iterator[tuple[Any, Payload]]:
+        """Yield the messages that have come. Connections may be ended meanwhile.
+
+        Raises:
+            WireError: A message cannot be read.
+        """
+        for name in list(self._sockets):
+            for _ in range(AT_ONCE):
+                try:
+                    frames = self._sockets[name].recv_multipart(zmq.NOBLOCK, copy=False)
+                except (KeyError, zmq.Again):  # KeyError: it was ended
+                    break
+                yield decode([frame.buffer for frame in frames], self._key)
+
+    def keep(self, names: Collection[str]) -> None:
+        """End the connections to all others."""
+        for gone in self._sockets.keys() - set(names):
+            socket = self._sockets.pop(gone)
+            self._poller.unregister(socket)
+            socket.close()
+
+    def close(self, linger_ms: int) -> None:
+        """End all connections, at the latest after some milliseconds for what is not sent yet."""
+        self._context.destroy(linger=linger_ms)
