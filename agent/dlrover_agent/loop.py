@@ -565,7 +565,7 @@ class Agent:
             nested=self._nested_launcher,
             leases=self._shards.leases(),
             idle_s=self._snapshots.idle.seconds(self._workers.pids),
-            load=self._load.load(),
+            load=self._load.load(self._workers.pids),
             **self._saver.facts(),
         )
 

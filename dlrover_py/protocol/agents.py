@@ -476,6 +476,11 @@ class NodeLoad(Wire):
     """The same for storage."""
     memory: Annotated[float, Field(ge=0, le=1)] = 0.0
     """The same for memory."""
+    sending: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the time in which the busiest TCP connection of the workers waited for the network:
+    it had data that was not acknowledged, and the receiver had room."""
+    peer: Annotated[str, StringConstraints(max_length=64), cut(64)] = ""
+    """IP address of the other end of that connection; empty without one."""
 
 
 class LogFinding(Wire):

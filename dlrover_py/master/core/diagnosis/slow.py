@@ -1,6 +1,9 @@
 """Tells that a job has become slow, and why. It gathers what nodes report, and changes nothing."""
 
+from collections import Counter
+
 from dlrover_py.master.core.diagnosis.slowness import (
+    Excess,
     Parts,
     Slowness,
     SlowWatch,
@@ -20,6 +23,8 @@ WINDOW_STEPS = 5
 """Least steps of a window on each node."""
 WARM_UP = 2
 """First windows of a round that are left out: compilers and caches warm up."""
+EARLIER = 16
+"""Number of earlier rounds whose differences between nodes are kept."""
 OVER = 3
 """Windows in a row that are not slow after which the job counts as fast again."""
 
@@ -30,7 +35,9 @@ class SlowJob:
     def __init__(self, context: CoreContext) -> None:
         self.state, self.live, self.log = context.state, context.live, context.log
         self._round = self.state.round
-        self._watch = SlowWatch()
+        self._earlier: list[tuple[int, Excess]] = []
+        """What differed in earlier rounds: their number of nodes, and the node."""
+        self._watch = self._new_watch()
         self._windows = self._fast = 0
         self._begun: dict[NodeId, Progress] = {}
         """Progress of each member at the begin of the window."""
@@ -87,15 +94,26 @@ class SlowJob:
 
     def _begin_round(self) -> None:
         """Learn anew, because a step of another round may take another time."""
+        if (excess := self._watch.excess) is not None:
+            self._earlier = [*self._earlier[1 - EARLIER :], (len(self._watch.ranks), excess)]
         self._round = self.state.round
-        self._watch = SlowWatch()
+        self._watch = self._new_watch()
         self._windows = self._fast = 0
         for known in (self._begun, self._newest, self._complete):
             known.clear()
 
+    def _new_watch(self) -> SlowWatch:
+        """Return a watch for the present round, which knows what differed in earlier ones."""
+        world = self.state.world
+        ranks = {str(node): rank for node, rank in world.rank_of.items()} if world else {}
+        earlier = [excess for nodes, excess in self._earlier if nodes == len(ranks)]
+        return SlowWatch(ranks=ranks, earlier=earlier)
+
     def _window(self) -> Window:
         """Return the window that is complete on all members."""
         nodes, times = {}, []
+        addresses = Counter(report.offer.addr for report in self._newest.values())
+        node_at = {r.offer.addr: str(n) for n, r in self._newest.items()}
         for name, report in self._newest.items():
             begun, now = self._begun[name], _progress(report)
 
@@ -105,12 +123,16 @@ class SlowJob:
 
             times.append(max(1e-6, each("run") - each("save") - each("load")))
             load = report.load
+            peer = load.peer if load is not None else ""
             nodes[str(name)] = Parts(
                 data=each("data"),
                 gc=each("gc"),
                 cpu=each("cpu"),
                 throttled=load.throttled if load is not None else 0.0,
                 pressure=load.cpu if load is not None else 0.0,
+                sending=load.sending * times[-1] if load is not None else 0.0,
+                # On one machine, several nodes have the same address.
+                peer=node_at[peer] if addresses[peer] == 1 else "",
             )
         return Window(
             step=min(progress.step for progress in self._begun.values()),
