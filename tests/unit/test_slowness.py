@@ -313,13 +313,21 @@ def test_what_lasts_becomes_usual() -> None:
 
 
 class Train:
-    """A job of three nodes that trains at one step a second until it is told otherwise."""
+    """A job that trains at one step a second until it is told otherwise."""
 
-    def __init__(self, **diagnosis: Any) -> None:
-        document = job_file(3)
+    def __init__(self, nodes: int = 3, standby: int = 0, **diagnosis: Any) -> None:
+        """Start the job.
+
+        Args:
+            nodes: number of nodes that train.
+            standby: number of further nodes.
+            diagnosis: settings of the diagnosis.
+        """
+        document = job_file(nodes, standbyReplicas=standby)
         document["spec"]["diagnosis"] = diagnosis
         self.bench: Bench = running(ElasticJob.parse(document))
-        self.step, self.spent = 0, {f"n{i}": {"run": 0.0} for i in range(3)}
+        self.step = 0
+        self.spent: dict[str, dict[str, float]] = {}
         self.cpu: dict[str, float] = {}
         """CPU seconds of a step, where they are not half a second."""
 
@@ -327,7 +335,7 @@ class Train:
         """Train some steps; ``data`` has the seconds of a step in which a node waits for data."""
         for _ in range(steps):
             self.step += 1
-            for agent in self.bench.living():
+            for agent in (one for one in self.bench.living() if one.running):
                 spent = self.spent.setdefault(agent.node, {"run": 0.0})
                 spent["run"] += step_s
                 spent["cpu"] = spent.get("cpu", 0.0) + self.cpu.get(agent.node, 0.5)
@@ -421,3 +429,96 @@ def test_nothing_is_told_if_the_job_does_not_want_it_or_does_not_measure() -> No
             agent.reach(step)
         plain.bench.pass_time(1.0 if step < 60 else 3.0)
     assert not plain.told()
+
+
+# --- the paired check ---
+
+
+class Suspected(Train):
+    """A job of four nodes with a standby. From some step on, n2 needs more CPU time."""
+
+    def __init__(self, *, standby: int = 1, slow: str = "act", faults: str = "") -> None:
+        super().__init__(nodes=4, standby=standby, slow=slow)
+        self.go(USUAL)
+        self.cpu["n2"] = 0.8
+        self.bench.agent("n2").fault = faults
+        self.go(60, step_s=1.6)
+
+    def until_checked(self) -> None:
+        """Let the round end, and the checks run, until the next round trains."""
+        before = self.bench.job.state.round
+        for _ in range(60):
+            self.go(1, step_s=1.6)
+            self.bench.end_checks()
+            self.bench.deliver_facts()
+            if self.bench.job.state.round > before:
+                return
+        raise AssertionError(self.bench.job.state.reason)
+
+    def messages(self, reason: EventReason) -> list[str]:
+        return [e.message for e in self.bench.job.state.events if e.reason == reason]
+
+
+def test_a_slow_machine_is_checked_in_pairs_between_two_rounds_and_left_out() -> None:
+    train = Suspected(faults="slow")
+    assert train.bench.job.state.pending_round is None, "it may be over soon"
+    assert "It is not checked: it may be over soon" in train.condition()
+    train.go(30, step_s=1.6)
+    (suspected,) = train.messages(EventReason.NODES_SUSPECTED)
+    assert suspected.startswith("n2 is checked with n4 and n0 and n1: a step takes 1.6 s")
+    train.until_checked()
+    (excluded,) = train.messages(EventReason.NODE_EXCLUDED)
+    assert excluded.startswith("node n2 is slow: slow with n4, and with ")
+    assert sorted(train.bench.members) == ["n0", "n1", "n3", "n4"]
+    assert not train.bench.job.state.restart_count
+
+
+def test_a_node_that_is_fast_with_good_nodes_stays() -> None:
+    train = Suspected()
+    train.go(30, step_s=1.6)
+    train.until_checked()
+    assert not train.messages(EventReason.NODE_EXCLUDED)
+    assert len(train.bench.members) == 4
+    train.go(USUAL + 90, step_s=1.0)
+    assert len(train.messages(EventReason.NODES_SUSPECTED)) == 1
+
+
+def test_a_new_master_goes_on_with_the_check() -> None:
+    train = Suspected(faults="slow")
+    train.go(30, step_s=1.6)
+    assert train.bench.job.state.pending_round is not None
+    train.bench.restart_master()
+    train.until_checked()
+    assert train.messages(EventReason.NODE_EXCLUDED)
+    assert "n2" not in train.bench.members
+
+
+def test_a_node_is_checked_only_with_a_standby_and_if_the_job_allows_it() -> None:
+    alone = Suspected(standby=0)
+    alone.go(30, step_s=1.6)
+    assert alone.condition().endswith("not checked: no standby is ready to take its place")
+    told = Suspected(slow="tell")
+    told.go(30, step_s=1.6)
+    assert "not checked" not in told.condition()
+    for train in (alone, told):
+        assert train.bench.job.state.pending_round is None
+        assert not train.messages(EventReason.NODES_SUSPECTED)
+
+
+def test_the_next_check_comes_after_the_share_of_the_nodes_in_an_hour() -> None:
+    train = Suspected()
+    train.go(30, step_s=1.6)
+    train.until_checked()
+    train.cpu.clear()
+    train.go(USUAL)
+    train.cpu = dict.fromkeys(train.bench.members[-1:], 0.8)
+    train.go(100, step_s=1.6)
+    assert "the last check was too recent; the next may be in 7" in train.condition()
+    assert len(train.messages(EventReason.NODES_SUSPECTED)) == 1
+
+
+def test_what_is_no_machine_and_no_link_is_not_checked() -> None:
+    train = Train(nodes=4, standby=1, slow="act")
+    train.go(USUAL)
+    train.go(90, step_s=1.5, n1=0.5)
+    assert train.condition().endswith("no node is at fault for a slowness of this class")
