@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dlrover_agent import tcp_links
+from dlrover_agent.devices import DeviceMeter
 from dlrover_py.process import cgroups
 from dlrover_py.process.blocking import BackgroundThread
 from dlrover_py.protocol.agents import NodeLoad
@@ -36,6 +37,8 @@ class _Reading:
     """What the container uses; None if that is not known."""
     links: Mapping[int, tcp_links.Connection]
     """TCP connections of the workers."""
+    clocks: float
+    """Share of the GPUs whose clocks are slowed."""
 
 
 def _load(last: _Reading, new: _Reading) -> NodeLoad:
@@ -46,6 +49,7 @@ def _load(last: _Reading, new: _Reading) -> NodeLoad:
     for name in _RESOURCES:
         shares[name] = (new.stalled_us[name] - last.stalled_us[name]) / (1e6 * seconds)
     shares["sending"], peer = tcp_links.busiest(last.links, new.links, seconds)
+    shares["clocks"] = new.clocks
     rounded = {n: round(min(1.0, max(0.0, share)), 2) for n, share in shares.items()}
     load = NodeLoad(**rounded, peer=peer if rounded["sending"] else "")
     if new.usage is None:
@@ -87,6 +91,7 @@ class LoadMeter:
             tcp_links.connections
         ),
         pressure: Path = PRESSURE,
+        devices: DeviceMeter | None = None,
     ) -> None:
         """Read nothing yet.
 
@@ -96,7 +101,10 @@ class LoadMeter:
             usage: Returns what the container uses; None without a limit.
             links: Returns the TCP connections of processes, by their inode.
             pressure: Folder with the files ``cpu``, ``io`` and ``memory`` of the kernel.
+            devices: The GPUs of this node; by default those that NVML reports.
         """
+        self.devices = devices or DeviceMeter()
+        """What the GPUs of this node report."""
         self.newest: NodeLoad | None = None
         """The load that is reported; None before the second reading."""
         self._clock, self._periods, self._usage = clock, periods, usage
@@ -133,6 +141,7 @@ class LoadMeter:
             {name: _stalled_us(self._pressure / name) for name in _RESOURCES},
             self._usage(),
             self._links(pids),
+            self.devices.slowed,
         )
         last, self._last = self._last, new
         if last is None or new.at <= last.at:

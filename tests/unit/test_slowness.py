@@ -136,6 +136,7 @@ CHANGES: list[tuple[Change, float, SlowKind, str]] = [
     (on("n2", cpu=0.3), 1.15, SlowKind.MACHINE, "n2"),
     (on("", cpu=0.6), 1.3, SlowKind.CODE, ""),
     (on("", cpu=0.0), 1.3, SlowKind.UNKNOWN, ""),
+    (on("n2", clocks=0.5, cpu=0.6), 1.3, SlowKind.MACHINE, "n2"),
     (on("n2", sending=0.3), 1.3, SlowKind.LINK, "n2"),
     (on("n2", sending=0.25, cpu=0.2), 1.3, SlowKind.LINK, "n2"),
     (on("", sending=0.3), 1.3, SlowKind.LINK, ""),
@@ -256,6 +257,19 @@ def test_what_stays_with_the_place_is_a_stage_and_what_stays_with_the_host_a_mac
     same = watched(uneven(20), earlier=(Excess("n2", 2),)).slow
     assert same is not None
     assert same.kind is SlowKind.STAGE
+
+
+def test_slowed_clocks_of_gpus_show_the_machine_though_all_nodes_use_their_cpus() -> None:
+    def change(name: str, parts: Parts) -> Parts:
+        return replace(parts, cpu=parts.cpu * 1.5, clocks=0.25 if name == "n3" else 0.0)
+
+    found = judged(change, 1.5)
+    assert found is not None
+    assert (found.kind, found.node) == (SlowKind.MACHINE, "n3")
+    text = (
+        "the clocks of 25 % of the GPUs of node n3 are slowed by heat, power or a fault, 0 % before"
+    )
+    assert text in in_words(found)
 
 
 def test_six_windows_are_enough_and_five_are_not() -> None:

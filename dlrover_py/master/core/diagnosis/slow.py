@@ -145,6 +145,7 @@ class SlowJob:
                 throttled=load.throttled if load is not None else 0.0,
                 pressure=load.cpu if load is not None else 0.0,
                 sending=load.sending * times[-1] if load is not None else 0.0,
+                clocks=load.clocks if load is not None else 0.0,
                 # On one machine, several nodes have the same address.
                 peer=node_at[peer] if addresses[peer] == 1 else "",
             )

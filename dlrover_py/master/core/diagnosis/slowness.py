@@ -48,6 +48,8 @@ STAGE_TIMES = 1.5
 so that its part of the model is larger. The node that logs needs 1.3 times as much."""
 STAGE_BUSY = 0.8
 """CPU seconds that a second of a step at this place has, at least: it never waits for others."""
+CLOCKS = 0.05
+"""Growth of the share of GPUs with slowed clocks that shows a slow machine."""
 THROTTLED = 0.10
 """Growth of the share of throttled periods, or of the time in which a process waited for a CPU,
 that shows that others take the CPU."""
@@ -81,6 +83,8 @@ class Parts:
     """Share of the time in which some process of the node waited for a CPU, from 0 to 1."""
     sending: float = 0.0
     """Seconds of a step in which its busiest connection waited for the network."""
+    clocks: float = 0.0
+    """Share of its GPUs whose clocks are slowed by heat, power or a fault, from 0 to 1."""
     peer: str = ""
     """The node at the other end of that connection; empty if it is not known."""
 
@@ -93,6 +97,7 @@ class Parts:
             throttled=self.throttled + (other.throttled - self.throttled) * weight,
             pressure=self.pressure + (other.pressure - self.pressure) * weight,
             sending=self.sending + (other.sending - self.sending) * weight,
+            clocks=self.clocks + (other.clocks - self.clocks) * weight,
             peer=other.peer,
         )
 
@@ -140,6 +145,8 @@ class Slowness:
     peer: str = ""
     """The other end of a slow link; or the node that had the same place, or was at another place,
     with the same difference. Empty if that is not known."""
+    clocks: bool = False
+    """Whether ``part`` is the share of its GPUs whose clocks are slowed."""
 
 
 @dataclass(slots=True)
@@ -325,13 +332,15 @@ class SlowWatch:
             # Most nodes together: no single one makes the job slow.
             alike = len(grew) > 1 and median(grew.values()) >= 0.5 * grew[node]
             value, old = getattr(now[node], part), getattr(before[node], part)
-            return Slowness(kind, "" if alike else node, since, level, usual, value, old)
+            named = "" if alike else node
+            return Slowness(kind, named, since, level, usual, value, old, clocks=part == "clocks")
 
         least = SHARE_OF_GROWTH * grown
         for kind, part, limit in (
             (SlowKind.DATA, "data", least),
             (SlowKind.CODE, "gc", least),
             (SlowKind.NEIGHBOUR, "throttled", THROTTLED),
+            (SlowKind.MACHINE, "clocks", CLOCKS),
         ):
             if (one := found(kind, part, limit)) is not None:
                 return one
@@ -429,6 +438,9 @@ def in_words(slow: Slowness) -> str:
             text += f"{who} waits {_s(part)} a step for data, {_s(others)} {before}"
         case SlowKind.NEIGHBOUR:
             text += f"{who} lacks CPU {100 * part:.0f} % of the time, {100 * others:.0f} % {before}"
+        case SlowKind.MACHINE if slow.clocks:
+            text += f"the clocks of {100 * part:.0f} % of the GPUs of {who} are slowed by heat, "
+            text += f"power or a fault, {100 * others:.0f} % {before}"
         case SlowKind.MACHINE:
             text += f"only {who} needs more CPU time: {_s(part)} a step, {_s(others)} {before}"
             text += "" if slow.usual_s < slow.step_s else ", and did so with another node rank"
