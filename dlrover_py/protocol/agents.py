@@ -469,7 +469,7 @@ class NodeLoad(Wire):
     cores: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """Number of CPUs that they use, on average over some seconds."""
     throttled: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the periods in which the CPU limit of the container has stopped it (cgroup v2)."""
+    """Share of the periods in which the CPU limit of the container has stopped it (cgroup)."""
     cpu: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the time in which some process waited for a CPU (pressure stall information)."""
     io: Annotated[float, Field(ge=0, le=1)] = 0.0

@@ -112,3 +112,11 @@ def test_only_a_connection_that_lasted_has_a_wait() -> None:
     assert busiest(old, new, 10.0) == (0.0, "")
     assert busiest(old, old, 10.0) == (0.0, "")
     assert busiest({2: old[2]}, {2: Connection("10.0.0.3", 90_000_000)}, 10.0) == (1.0, "10.0.0.3")
+
+
+def test_the_limit_of_version_1_counts_too(tmp_path: Path) -> None:
+    ours = tmp_path / "ours"
+    ours.write_text("2:cpu,cpuacct:/job\n0::/\n")
+    (tmp_path / "cpu" / "job").mkdir(parents=True)
+    (tmp_path / "cpu" / "job" / "cpu.stat").write_text("nr_periods 50\nnr_throttled 20\n")
+    assert cgroups.cpu_periods(tmp_path, ours) == (50, 20)
