@@ -272,6 +272,16 @@ def test_slowed_clocks_of_gpus_show_the_machine_though_all_nodes_use_their_cpus(
     assert text in in_words(found)
 
 
+@pytest.mark.parametrize("part", ["data", "gc", "throttled", "pressure"])
+def test_one_of_two_nodes_is_named(part: str) -> None:
+    found = judged(on("n1", **{part: 0.4}), 1.3, count=2)
+    assert found is not None
+    assert found.node == "n1"
+    both = judged(on("", **{part: 0.4}), 1.3, count=2)
+    assert both is not None
+    assert both.node == ""
+
+
 def test_six_windows_are_enough_and_five_are_not() -> None:
     assert judged(on("", cpu=0.6), 1.3, after=IN_A_ROW - 1) is None
     assert judged(on("", cpu=0.6), 1.3, after=IN_A_ROW) is not None

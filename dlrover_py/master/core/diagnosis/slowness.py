@@ -330,7 +330,8 @@ class SlowWatch:
             if grew[node] < least:
                 return None
             # Most nodes together: no single one makes the job slow.
-            alike = len(grew) > 1 and median(grew.values()) >= 0.5 * grew[node]
+            others = [one for name, one in grew.items() if name != node]
+            alike = bool(others) and median(others) >= 0.5 * grew[node]
             value, old = getattr(now[node], part), getattr(before[node], part)
             named = "" if alike else node
             return Slowness(kind, named, since, level, usual, value, old, clocks=part == "clocks")
