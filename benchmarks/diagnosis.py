@@ -13,7 +13,7 @@
 * *wrong*: a job of 3 replicas under DDP (tests/programs/train_wrongly.py). In its first round a bit
   flips in the parameters of a rank, in the second one the loss of a rank becomes NaN. It counts if
   the event names that rank, and the next round continues from the last good checkpoint.
-* *slowness*: a rank of a job of 2 nodes gets slow in one of six ways (tests/programs/slow_down.py),
+* *slowness*: a rank of a job of 2 nodes gets slow in one of six ways (benchmarks/slow_down.py),
   once the usual time of a step is known. The verdict is right if the event `Slow` has its class and
   names its node; for the network, that it concerns several nodes. Two ways need root: the CPU quota
   is one of a control group (version 1), and `tc` lowers the rate of a network namespace of its own.
@@ -289,7 +289,7 @@ def slow_job(how: str, number: int, within_s: float) -> tuple[float, str] | None
         None if nothing was told after the injection.
     """
     script = str(Path(sys.executable).parent / "elastic-run")
-    start = f"exec {script} {ROOT / 'tests/programs/slow_down.py'} {how} 1 {SLOW_AFTER_S}"
+    start = f"exec {script} {ROOT / 'benchmarks/slow_down.py'} {how} 1 {SLOW_AFTER_S}"
     group = cpu_group(number) if how == "quota" else None
     if group is not None:
         enter = f"echo $BASHPID > {group}/cgroup.procs; export SLOW_GROUP={group}"
