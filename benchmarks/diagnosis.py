@@ -13,6 +13,10 @@
 * *wrong*: a job of 3 replicas under DDP (tests/programs/train_wrongly.py). In its first round a bit
   flips in the parameters of a rank, in the second one the loss of a rank becomes NaN. It counts if
   the event names that rank, and the next round continues from the last good checkpoint.
+* *slowness*: a rank of a job of 2 nodes gets slow in one of six ways (benchmarks/slow_down.py),
+  once the usual time of a step is known. The verdict is right if the event `Slow` has its class and
+  names its node; for the network, that it concerns several nodes. Two ways need root: the CPU quota
+  is one of a control group (version 1), and `tc` lowers the rate of a network namespace of its own.
 * *spikes*: the detector of spikes is fed with simulated losses: healthy ones, whose noise has a
   heavy tail, and ones that leap to three times their value.
 * *cost*: what is always on. The agent reads the CPU time of 8 workers once a second, and the
@@ -34,6 +38,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -76,6 +81,17 @@ MEANINGS = {
     "mismatch": "a rank calls another collective",
     "early": "the data of a rank end earlier",
 }
+SLOW = {
+    "loader": ("the loader of a node blocks for half a step", "data"),
+    "quota": ("half of the CPU time that a node uses, by a quota", "neighbour"),
+    "slower-10": ("a rank computes 10 % longer", "machine"),
+    "slower": ("a rank computes 50 % longer", "machine"),
+    "gc": ("a rank collects garbage three times a step", "code"),
+    "link": ("the network of all nodes has 40 Mbit/s", "link"),
+}
+"""What is injected, and the class that is expected."""
+SLOW_AFTER_S = 160.0
+"""Seconds until a rank gets slow: two windows are left out, and ten make the usual time."""
 WORLD = 4
 Row = dict[str, Any]
 
@@ -252,6 +268,96 @@ def healthy(seconds: float, minutes: float) -> list[Row]:
             f"ten shapes, five jobs at a time on {os.cpu_count()} CPUs",
         )
     ]
+
+
+def cpu_group(number: int) -> Path:
+    """Make a control group for the CPU time of one node, and return its folder."""
+    group = Path(f"/sys/fs/cgroup/cpu/dlrover-bench-{os.getpid()}-{number}")
+    group.mkdir()
+    return group
+
+
+def slow_job(how: str, number: int, within_s: float) -> tuple[float, str] | None:
+    """Run a job until it is told to be slow; return the seconds and the message.
+
+    Args:
+        how: the injection, at the node of rank 1.
+        number: number of this run, for names.
+        within_s: seconds after which the job is stopped.
+
+    Returns:
+        None if nothing was told after the injection.
+    """
+    script = str(Path(sys.executable).parent / "elastic-run")
+    start = f"exec {script} {ROOT / 'benchmarks/slow_down.py'} {how} 1 {SLOW_AFTER_S}"
+    group = cpu_group(number) if how == "quota" else None
+    if group is not None:
+        enter = f"echo $BASHPID > {group}/cgroup.procs; export SLOW_GROUP={group}"
+        start = f"if [ $DLROVER_NODE_ID = n1 ]; then {enter}; fi; {start}"
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        file = folder / "job.yaml"
+        command = ["bash", "-c", start]
+        file.write_text(yaml.safe_dump(document(command, name="slow", replicas=2)))
+        environ = {
+            **os.environ,
+            "DLROVER_STATE_DIR": str(folder / "state"),
+            "DLROVER_RUNTIME_DIR": str(folder / "run"),
+            "DLROVER_MASTER_LEASE_S": "30",
+            "OMP_NUM_THREADS": "1",
+        }
+        words = [str(Path(sys.executable).parent / "dlrover"), "job", "run", str(file), "--json"]
+        if how == "link":
+            up = 'ip link set lo mtu 1500 up; exec "$@"'
+            words = ["unshare", "--net", "bash", "-c", up, "bash", *words]
+        errors = (folder / "errors").open("w")
+        process = subprocess.Popen(
+            words, cwd=folder, env=environ, text=True, stdout=subprocess.PIPE, stderr=errors
+        )
+        assert process.stdout is not None
+        deadline, began = time.monotonic() + within_s, folder / "slow-began"
+        try:
+            for line in process.stdout:
+                event = json.loads(line).get("event") or {}
+                if event.get("reason") == "Slow" and began.exists():
+                    told = datetime.fromisoformat(event["at"]).timestamp()
+                    return told - float(began.read_text()), event["message"]
+                if time.monotonic() > deadline:
+                    break
+            return None
+        finally:
+            process.terminate()
+            process.communicate(timeout=120)
+            errors.close()
+            if group is not None:
+                group.rmdir()
+
+
+def slowness(times: int, ways: Sequence[str]) -> list[Row]:
+    """Make a rank slow in each of these ways so many times; three jobs run at the same time."""
+    runs = [how for how in ways for _ in range(times)]
+    with ThreadPoolExecutor(3) as pool:
+        given = [runs, range(len(runs)), [SLOW_AFTER_S + 300.0] * len(runs)]
+        found = list(zip(runs, pool.map(slow_job, *given), strict=True))
+    rows, all_right = [], 0
+    for how in ways:
+        meaning, kind = SLOW[how]
+        mine = [one for name, one in found if name == how and one is not None]
+        where = "several nodes" if how == "link" else "node n1"
+        right = sum(f": {kind}." in message and where in message for _, message in mine)
+        all_right += right
+        for late, message in mine:
+            print(f"{how}: after {late:.0f} s: {message}", file=sys.stderr)
+        seconds = [seconds for seconds, _ in mine]
+        ours = f"{statistics.median(seconds):.0f} s" if seconds else "not told"
+        met = right == times and all(one <= 60 for one in seconds)
+        note = f"class `{kind}`"
+        ours += f", right class and node {right} of {times}"
+        rows.append(row(f"slow: {meaning}", "≤ 60 s", ours, "Greyhound < 5 s", met, times, note))
+    total, rate = times * len(ways), "compute 100 %, link 99 % (Greyhound)"
+    ours = f"{all_right} of {total}"
+    met = all_right >= 0.9 * total
+    return [*rows, row("slow: right class and node", "≥ 18 of 20", ours, rate, met, total)]
 
 
 def wrong(times: int, seed: int) -> list[Row]:
@@ -436,7 +542,10 @@ def main() -> None:
         "--write", action="store_true", help="put the table into docs/benchmarks.md"
     )
     parser.add_argument(
-        "--only", choices=["hangs", "controls", "healthy", "wrong", "spikes", "cost"]
+        "--only", choices=["hangs", "controls", "healthy", "slowness", "wrong", "spikes", "cost"]
+    )
+    parser.add_argument(
+        "--ways", default=",".join(SLOW), help="of getting slow; quota and link need root"
     )
     parser.add_argument("--minutes", type=float, default=60.0, help="of the longest healthy job")
     parser.add_argument("--seed", type=int, default=1)
@@ -448,6 +557,8 @@ def main() -> None:
         rows += controls(1 if args.quick else 5)
     if args.only == "healthy" or (args.only is None and not args.quick):
         rows += healthy(180.0, args.minutes)
+    if args.only in (None, "slowness"):
+        rows += slowness(1 if args.quick else 4, args.ways.split(","))
     if args.only in (None, "wrong"):
         rows += wrong(1 if args.quick else 20, args.seed)
     if args.only in (None, "spikes"):

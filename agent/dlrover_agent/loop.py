@@ -561,11 +561,11 @@ class Agent:
             auto_tune=self._command.auto_tune,
             loader=self._sdk.loader(core.follows),
             wrong=self._sdk.wrong(core.follows),
-            log_findings=self._logs.watch.findings(core.follows),
+            log_findings=self._logs.watch.findings(core.follows) + self._load.devices.found(),
             nested=self._nested_launcher,
             leases=self._shards.leases(),
             idle_s=self._snapshots.idle.seconds(self._workers.pids),
-            load=self._load.load(),
+            load=self._load.load(self._workers.pids),
             **self._saver.facts(),
         )
 

@@ -3,10 +3,12 @@ thread."""
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dlrover_agent import tcp_links
+from dlrover_agent.devices import DeviceMeter
 from dlrover_py.process import cgroups
 from dlrover_py.process.blocking import BackgroundThread
 from dlrover_py.protocol.agents import NodeLoad
@@ -33,6 +35,10 @@ class _Reading:
     """Microseconds in which some process waited, by resource."""
     usage: cgroups.Usage | None
     """What the container uses; None if that is not known."""
+    links: Mapping[int, tcp_links.Connection]
+    """TCP connections of the workers."""
+    clocks: float
+    """Share of the GPUs whose clocks are slowed."""
 
 
 def _load(last: _Reading, new: _Reading) -> NodeLoad:
@@ -42,7 +48,10 @@ def _load(last: _Reading, new: _Reading) -> NodeLoad:
     shares = {"throttled": (new.periods[1] - last.periods[1]) / passed if passed > 0 else 0.0}
     for name in _RESOURCES:
         shares[name] = (new.stalled_us[name] - last.stalled_us[name]) / (1e6 * seconds)
-    load = NodeLoad(**{n: round(min(1.0, max(0.0, share)), 2) for n, share in shares.items()})
+    shares["sending"], peer = tcp_links.busiest(last.links, new.links, seconds)
+    shares["clocks"] = new.clocks
+    rounded = {n: round(min(1.0, max(0.0, share)), 2) for n, share in shares.items()}
+    load = NodeLoad(**rounded, peer=peer if rounded["sending"] else "")
     if new.usage is None:
         return load
     cpu_us = new.usage.cpu_us - (last.usage.cpu_us if last.usage is not None else new.usage.cpu_us)
@@ -62,10 +71,10 @@ def _differs(new: NodeLoad, reported: NodeLoad) -> bool:
         "memory_limit": 1.0,
         "cores": LEAST_CHANGE * max(1.0, new.cores),
     }
-    before = reported.model_dump()
+    before = reported.model_dump(exclude={"peer"})
     return any(
         abs(value - before[name]) >= least.get(name, LEAST_CHANGE)
-        for name, value in new.model_dump().items()
+        for name, value in new.model_dump(exclude={"peer"}).items()
     )
 
 
@@ -78,7 +87,11 @@ class LoadMeter:
         clock: Callable[[], float] = time.monotonic,
         periods: Callable[[], tuple[int, int]] = cgroups.cpu_periods,
         usage: Callable[[], cgroups.Usage | None] = cgroups.usage,
+        links: Callable[[Sequence[int]], Mapping[int, tcp_links.Connection]] = (
+            tcp_links.connections
+        ),
         pressure: Path = PRESSURE,
+        devices: DeviceMeter | None = None,
     ) -> None:
         """Read nothing yet.
 
@@ -86,36 +99,49 @@ class LoadMeter:
             clock: Returns seconds that never decrease.
             periods: Returns the periods of the CPU limit, and those in which it stopped a process.
             usage: Returns what the container uses; None without a limit.
+            links: Returns the TCP connections of processes, by their inode.
             pressure: Folder with the files ``cpu``, ``io`` and ``memory`` of the kernel.
+            devices: The GPUs of this node; by default those that NVML reports.
         """
+        self.devices = devices or DeviceMeter()
+        """What the GPUs of this node report."""
         self.newest: NodeLoad | None = None
         """The load that is reported; None before the second reading."""
         self._clock, self._periods, self._usage = clock, periods, usage
-        self._pressure = pressure
+        self._links, self._pressure = links, pressure
         self._thread = BackgroundThread("load")
         self._asked_at: float | None = None
         self._last: _Reading | None = None
 
-    def load(self) -> NodeLoad | None:
-        """Return the newest load, without waiting; begin another reading if it is time."""
+    def load(self, pids: Sequence[int] = ()) -> NodeLoad | None:
+        """Return the newest load, without waiting; begin another reading if it is time.
+
+        Args:
+            pids: Processes of the workers, whose connections are looked at.
+        """
         now = self._clock()
         due = self._asked_at is None or now - self._asked_at >= PERIOD_S
         if due and not self._thread.stuck_s:
             self._asked_at = now
-            self._thread.post(self.read)
+            self._thread.post(lambda: self.read(tuple(pids)))
         return self.newest
 
-    def read(self) -> None:
+    def read(self, pids: Sequence[int] = ()) -> None:
         """Read the counters.
 
         The load since the last reading becomes :attr:`newest` if it differs enough to be reported.
         The first reading gives none.
+
+        Args:
+            pids: Processes of the workers.
         """
         new = _Reading(
             self._clock(),
             self._periods(),
             {name: _stalled_us(self._pressure / name) for name in _RESOURCES},
             self._usage(),
+            self._links(pids),
+            self.devices.slowed,
         )
         last, self._last = self._last, new
         if last is None or new.at <= last.at:

@@ -167,15 +167,15 @@ def cpu_periods(root: Path = ROOT, own_groups: Path = OWN_GROUPS) -> tuple[int, 
     """Return the periods of the CPU limit so far, and those in which it has stopped a process.
 
     Of the group and its ancestors, the one that was stopped most counts. Both numbers are 0 without
-    a limit, in version 1, or if the kernel's files cannot be read.
+    a limit, or if the kernel's files cannot be read.
 
     Args:
         root: Folder in which control groups are mounted.
         own_groups: File that lists the control groups of this process.
     """
     found = (0, 0)
-    for group, names in _groups(root, own_groups):
-        if names is _VERSIONS[""]:
+    for controller in ("", "cpu"):
+        for group in _paths(root, own_groups, controller):
             periods = _entry(group / "cpu.stat", "nr_periods") or 0
             stopped = _entry(group / "cpu.stat", "nr_throttled") or 0
             found = max(found, (periods, stopped), key=lambda one: one[1])
@@ -197,19 +197,30 @@ def _limits(root: Path, own_groups: Path) -> Iterator[tuple[Path, int, int]]:
 
 
 def _groups(root: Path, own_groups: Path) -> Iterator[tuple[Path, _Names]]:
+    """Yield this process's memory groups as in :func:`_paths`, first those of version 2."""
+    for controller, names in _VERSIONS.items():
+        for path in _paths(root, own_groups, controller):
+            yield path, names
+
+
+def _paths(root: Path, own_groups: Path, controller: str) -> Iterator[Path]:
     """Yield this process's group and its ancestors, from the outermost to its own.
 
     In a container that does not see the ancestors, the container's group is the root.
+
+    Args:
+        root: Folder in which control groups are mounted.
+        own_groups: File that lists the control groups of this process.
+        controller: Name of a controller of version 1; empty for version 2.
     """
-    for controller, names in _VERSIONS.items():
-        parts: list[str] = []
-        with contextlib.suppress(OSError):
-            for line in own_groups.read_text().splitlines():
-                _, controllers, path = line.split(":", 2)
-                if controller in controllers.split(","):
-                    parts = path.strip("/").split("/")
-        for count in range(len(parts) + 1):
-            yield root.joinpath(controller, *parts[:count]), names
+    parts: list[str] = []
+    with contextlib.suppress(OSError):
+        for line in own_groups.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controller in controllers.split(","):
+                parts = path.strip("/").split("/")
+    for count in range(len(parts) + 1):
+        yield root.joinpath(controller, *parts[:count])
 
 
 def _number(path: Path) -> int | None:

@@ -469,20 +469,27 @@ class NodeLoad(Wire):
     cores: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """Number of CPUs that they use, on average over some seconds."""
     throttled: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the periods in which the CPU limit of the container has stopped it (cgroup v2)."""
+    """Share of the periods in which the CPU limit of the container has stopped it (cgroup)."""
     cpu: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the time in which some process waited for a CPU (pressure stall information)."""
     io: Annotated[float, Field(ge=0, le=1)] = 0.0
     """The same for storage."""
     memory: Annotated[float, Field(ge=0, le=1)] = 0.0
     """The same for memory."""
+    sending: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the time in which the busiest TCP connection of the workers waited for the network:
+    it had data that was not acknowledged, and the receiver had room."""
+    clocks: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of its GPUs whose clocks are slowed by heat, power or a fault (NVML)."""
+    peer: Annotated[str, StringConstraints(max_length=64), cut(64)] = ""
+    """IP address of the other end of that connection; empty without one."""
 
 
 class LogFinding(Wire):
     """A log rule that applies to workers of a node, or one that cannot be used there."""
 
     rule: Annotated[str, StringConstraints(max_length=63)]
-    """Name of the rule; empty for all rules."""
+    """Name of the rule; empty for all rules. ``NVML`` for what its GPUs report."""
     verdict: Annotated[str, StringConstraints(max_length=8)]
     """``HANG``, ``SLOW`` or ``FAULT``; ``UNUSED`` for a rule that cannot be used."""
     ranks: list[Count] = Field(default_factory=list, max_length=64)

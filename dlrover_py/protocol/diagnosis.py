@@ -164,6 +164,8 @@ class SlowKind(StrEnum):
     CODE = "code"  # the garbage collector, or all nodes compute longer
     NEIGHBOUR = "neighbour"  # others take the CPU, or the limit of the container is reached
     MACHINE = "machine"  # one node alone computes longer
+    LINK = "link"  # a connection between two nodes is slow, or the network is
+    STAGE = "stage"  # a place in the model has more to compute than the others
     UNKNOWN = "unknown"  # nothing that is measured has grown
 
 

@@ -691,9 +691,11 @@ class DiagnosisSpec(_Strict):
     ``restartCount``. ``stop``: the job fails."""
     spike: Literal["off", "tell", "rollback", "stop"] = "tell"
     """The same for a loss or a gradient norm that leaps up and stays there."""
-    slow: Literal["off", "tell"] = "tell"
+    slow: Literal["off", "tell", "act"] = "tell"
     """``tell``: it is reported if steps take longer than usual, or one node waits for data longer
-    than the others. ``off``: nothing is reported."""
+    than the others. ``off``: nothing is reported. ``act``: a slow machine or link is also checked
+    with good nodes, between two rounds, if a standby is ready. A node that is slow there too is
+    left out. At most 2 % of the nodes are checked in an hour."""
     silent_seconds: Annotated[int, Field(ge=1, le=86_400)] | None = None
     """For scripts that report no steps: seconds without CPU time of any worker after which a hang
     is suspected. If absent, no hang is suspected there."""

@@ -8,6 +8,8 @@ from pydantic import BaseModel, Field, StringConstraints, TypeAdapter
 
 from dlrover_py.protocol.autoscale import STRICT
 
+NVML: Final = "NVML"
+"""Name of the finding that the GPUs of a node report, instead of a rule."""
 MAX_RULES: Final = 16
 """Most rules of a job, and most of a file."""
 

@@ -610,7 +610,8 @@ class EventReason(StrEnum):
     NODES_CHECKED = "NodesChecked"
     """Which nodes are fit, and how fast they are."""
     NODES_SUSPECTED = "NodesSuspected"
-    """Warning: A pair failed: both nodes are checked with others."""
+    """Warning: A pair failed: both nodes are checked with others. Or a member of the round is slow,
+    and is checked with good nodes."""
     NODE_EXCLUDED = "NodeExcluded"
     """Warning: A node is not fit, and another node takes its place."""
     NODE_SLOW = "NodeSlow"

@@ -366,6 +366,18 @@ def test_a_rule_that_cannot_be_used_is_told() -> None:
     ]
 
 
+def test_what_gpus_report_is_told_as_what_it_is() -> None:
+    bench = running(job(NCCL))
+    tell(bench, LogFinding(rule="NVML", verdict="FAULT", said="GPU 3: XID 79"))
+    text = "node n1: GPU 3: XID 79: FAULT. Drain the node and test its GPUs"
+    assert events(bench) == [(EventReason.LOG_RULE, text)]
+    tell(bench, LogFinding(rule="NVML", verdict="FAULT", said="GPU 0: XID 48"), node="n2")
+    assert "node n1: GPU 3: XID 79; node n2: GPU 0: XID 48: FAULT" in condition(bench)
+    for node in ("n1", "n2"):
+        tell(bench, node=node)
+    assert events(bench)[1:] == [(EventReason.LOG_RULE_OVER, "no GPU reports a fault any more")]
+
+
 def answer(bench: Bench, *, busy: bool = False, age_s: float = 60.0) -> None:
     """Send the snapshots of all nodes: rank 1 has not entered the collective of the others."""
     for agent in bench.living():

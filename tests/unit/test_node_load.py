@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from dlrover_agent.node_load import LEAST_CHANGE, LoadMeter
+from dlrover_agent.tcp_links import Connection, busiest
 from dlrover_py.process import cgroups
 from dlrover_py.protocol.agents import NodeLoad
 
@@ -19,8 +20,10 @@ class Machine:
             clock=lambda: self.now,
             periods=lambda: cgroups.cpu_periods(folder, self.ours),
             usage=lambda: None,
+            links=lambda pids: self.links,
             pressure=folder,
         )
+        self.links: dict[int, Connection] = {}
 
     def read(self, seconds: float, periods: int, stopped: int, waited_us: int) -> NodeLoad | None:
         """Let time pass, set the counters, and return what is reported after a reading."""
@@ -88,3 +91,32 @@ def test_what_a_container_uses_is_reported_with_its_limit(tmp_path: Path) -> Non
     raised = machine.read(10, 0, 0, 0)
     assert raised is not None
     assert raised.memory_limit == 2000
+
+
+def test_the_connection_that_waited_longest_is_reported_with_its_other_end(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    machine.links = {1: Connection("10.0.0.2", 0), 2: Connection("10.0.0.3", 1_000_000)}
+    machine.read(0, 0, 0, 0)
+    machine.links = {1: Connection("10.0.0.2", 4_000_000), 2: Connection("10.0.0.3", 2_000_000)}
+    found = machine.read(10, 0, 0, 0)
+    assert found == NodeLoad(sending=0.4, peer="10.0.0.2")
+    machine.links = {1: Connection("10.0.0.2", 8_000_000), 2: Connection("10.0.0.3", 5_900_000)}
+    assert machine.read(10, 0, 0, 0) is found, "the other end alone is no news"
+    machine.links = {}
+    assert machine.read(10, 0, 0, 0) == NodeLoad()
+
+
+def test_only_a_connection_that_lasted_has_a_wait() -> None:
+    old = {1: Connection("10.0.0.2", 5_000_000), 2: Connection("10.0.0.3", 0)}
+    new = {1: Connection("10.0.0.9", 9_000_000), 3: Connection("10.0.0.3", 9_000_000)}
+    assert busiest(old, new, 10.0) == (0.0, "")
+    assert busiest(old, old, 10.0) == (0.0, "")
+    assert busiest({2: old[2]}, {2: Connection("10.0.0.3", 90_000_000)}, 10.0) == (1.0, "10.0.0.3")
+
+
+def test_the_limit_of_version_1_counts_too(tmp_path: Path) -> None:
+    ours = tmp_path / "ours"
+    ours.write_text("2:cpu,cpuacct:/job\n0::/\n")
+    (tmp_path / "cpu" / "job").mkdir(parents=True)
+    (tmp_path / "cpu" / "job" / "cpu.stat").write_text("nr_periods 50\nnr_throttled 20\n")
+    assert cgroups.cpu_periods(tmp_path, ours) == (50, 20)

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from dlrover_py.master.core.diagnosis.slowness import (
     IN_A_ROW,
     KEPT,
     PEER_WINDOWS,
+    Excess,
     Parts,
     Slowness,
     SlowWatch,
@@ -21,6 +23,7 @@ from dlrover_py.master.core.diagnosis.slowness import (
 from dlrover_py.protocol.agents import NodeLoad
 from dlrover_py.protocol.diagnosis import SlowKind
 from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.protocol.names import NodeId
 from dlrover_py.protocol.reasons import ConditionType, EventReason
 from tests.builders import Bench, job_file, running
 
@@ -34,7 +37,8 @@ def healthy(rng: random.Random) -> Iterator[Window]:
 
     Steps vary by up to 8 % from window to window, and the noise of neighbouring windows is related.
     Evaluations and garbage make single windows long. Loaders and sequence lengths have a rhythm.
-    Rank 0 logs, so its node uses more CPU. A twentieth of the windows is far off.
+    Rank 0 logs, so its node uses up to 1.4 times as much CPU. Connections wait for the network up
+    to half of the time, of different nodes differently. A twentieth of the windows is far off.
     """
     nodes = [f"n{i}" for i in range(rng.choice((1, 2, 3, 4)))]
     step_s = 10 ** rng.uniform(-2, 1)
@@ -44,7 +48,8 @@ def healthy(rng: random.Random) -> Iterator[Window]:
     throttled, pressure = rng.uniform(0, 0.3), rng.uniform(0, 0.5)
     eval_every = rng.choice((0, 7, 20, 50))
     wave, wave_windows = rng.uniform(0, 0.06), rng.choice((3, 5, 11))
-    level = 0.0
+    level, rank0 = 0.0, rng.uniform(1, 1.4)
+    sending = {name: rng.uniform(0, 0.5) for name in nodes}
     for number in range(WINDOWS):
         level = memory * level + rng.gauss(0, noise)
         factor = (1 + wave * (number % wave_windows) / wave_windows) * max(0.5, 1 + level)
@@ -57,9 +62,11 @@ def healthy(rng: random.Random) -> Iterator[Window]:
             name: Parts(
                 data=data * max(0.0, 1 + data_noise * rng.gauss(0, 1)),
                 gc=gc * rng.uniform(0, 3),
-                cpu=cores * now * (1.3 if name == "n0" else 1) * rng.uniform(0.95, 1.05),
+                cpu=cores * now * (rank0 if name == "n0" else 1) * rng.uniform(0.95, 1.05),
                 throttled=min(1.0, throttled * rng.uniform(0, 2)),
                 pressure=min(1.0, pressure * rng.uniform(0, 2)),
+                sending=sending[name] * now * rng.uniform(0, 2),
+                peer=rng.choice(nodes),
             )
             for name in nodes
         }
@@ -112,7 +119,7 @@ def on(node: str, **more: float) -> Change:
     def change(name: str, parts: Parts) -> Parts:
         if node and name != node:
             return parts
-        fields = {part: getattr(parts, part) + value for part, value in more.items()}
+        fields: dict[str, Any] = {p: getattr(parts, p) + value for p, value in more.items()}
         return Parts(**({f: getattr(parts, f) for f in Parts.__slots__} | fields))
 
     return change
@@ -129,6 +136,11 @@ CHANGES: list[tuple[Change, float, SlowKind, str]] = [
     (on("n2", cpu=0.3), 1.15, SlowKind.MACHINE, "n2"),
     (on("", cpu=0.6), 1.3, SlowKind.CODE, ""),
     (on("", cpu=0.0), 1.3, SlowKind.UNKNOWN, ""),
+    (on("n2", clocks=0.5, cpu=0.6), 1.3, SlowKind.MACHINE, "n2"),
+    (on("n2", sending=0.3), 1.3, SlowKind.LINK, "n2"),
+    (on("n2", sending=0.25, cpu=0.2), 1.3, SlowKind.LINK, "n2"),
+    (on("", sending=0.3), 1.3, SlowKind.LINK, ""),
+    (on("n1", sending=0.1), 1.3, SlowKind.UNKNOWN, ""),
 ]
 
 
@@ -142,6 +154,132 @@ def test_a_change_is_found_with_its_cause(
         assert (found.kind, found.node) == (kind, node), (seed, in_words(found))
         assert found.usual_s == pytest.approx(1.0, rel=0.03)
         assert 20 <= found.since <= 24
+
+
+def linked(*slow: tuple[str, str], count: int = 4) -> Slowness | None:
+    """Return the verdict on a job in which the connections of some nodes get slow.
+
+    Args:
+        slow: pairs of a node and the node that it sends to.
+        count: number of nodes.
+    """
+
+    def change(name: str, parts: Parts) -> Parts:
+        peer = dict(slow).get(name)
+        return parts if peer is None else replace(parts, sending=0.35, peer=peer)
+
+    return judged(change, 1.4, count=count)
+
+
+def test_the_node_that_most_slow_connections_have_in_common_has_the_slow_link() -> None:
+    ring = linked(("n1", "n2"), ("n2", "n3"))
+    assert ring is not None
+    assert (ring.kind, ring.node, ring.peer) == (SlowKind.LINK, "n2", "n3")
+    towards = linked(("n0", "n3"), ("n1", "n3"), ("n2", "n3"))
+    assert towards is not None
+    assert (towards.node, towards.peer) == ("n3", "n0")
+    assert "; the link between n3 and n0 waits for the network " in in_words(towards)
+
+
+def test_two_nodes_that_wait_for_each_other_are_a_pair() -> None:
+    for count in (2, 4):
+        pair = linked(("n0", "n1"), ("n1", "n0"), count=count)
+        assert pair is not None
+        assert {pair.node, pair.peer} == {"n0", "n1"}
+
+
+def test_without_a_common_end_no_node_is_named() -> None:
+    for slow in (
+        [("n0", "n1"), ("n1", "n2"), ("n2", "n3"), ("n3", "n0")],
+        [("n0", ""), ("n1", ""), ("n2", "")],
+        [("n0", "n1"), ("n2", "n3")],
+    ):
+        found = linked(*slow)
+        assert found is not None
+        assert (found.kind, found.node) == (SlowKind.LINK, "")
+        assert "; connections of several nodes wait for the network: link" in in_words(found)
+
+
+def uneven(
+    count: int, *, node: str = "n2", cpu: float = 1.0, usual: float = 0.5, after: int = 0
+) -> Iterator[Window]:
+    """Windows in which one node needs more CPU time than the others, from some window on."""
+    for number in range(count):
+        parts = {f"n{i}": Parts(cpu=usual) for i in range(4)}
+        if number >= after:
+            parts[node] = Parts(cpu=cpu)
+        yield Window(number, 1.05 * cpu if number % 11 != 5 else 2 * cpu, parts)
+
+
+RANKS = {f"n{i}": i for i in range(4)}
+
+
+def watched(windows: Iterator[Window], *, earlier: tuple[Excess, ...] = ()) -> SlowWatch:
+    """Return a watch after these windows."""
+    watch = SlowWatch(ranks=RANKS, earlier=earlier)
+    for window in windows:
+        watch.saw(window)
+    return watch
+
+
+def test_a_place_that_has_more_to_compute_from_the_first_step_on_is_a_stage() -> None:
+    for seed in (1, 2, PEER_WINDOWS - 1):
+        assert watched(uneven(seed)).slow is None
+    watch = watched(uneven(PEER_WINDOWS + 2))
+    assert watch.slow is not None
+    assert watch.excess == Excess("n2", 2)
+    assert in_words(watch.slow).startswith(
+        "since step 0, node n2 needs 1 s CPU time a step, 0.5 s on the other nodes: stage. Split"
+    )
+    assert watched(uneven(200)).slow is not None
+
+
+def test_a_difference_that_is_small_came_later_or_costs_nothing_is_no_stage() -> None:
+    for windows in (
+        uneven(100, usual=0.7),
+        uneven(100, after=1),
+        (replace(window, step_s=1.5) for window in uneven(100)),
+    ):
+        watch = watched(windows)
+        assert watch.excess is None
+        assert watch.slow is None or watch.slow.kind is not SlowKind.STAGE
+
+
+def test_what_stays_with_the_place_is_a_stage_and_what_stays_with_the_host_a_machine() -> None:
+    place = watched(uneven(20), earlier=(Excess("n9", 2),)).slow
+    assert place is not None
+    assert (place.kind, place.node, place.peer) == (SlowKind.STAGE, "n2", "n9")
+    assert ", as n9 did with this node rank: stage" in in_words(place)
+    host = watched(uneven(20), earlier=(Excess("n2", 0),)).slow
+    assert host is not None
+    assert (host.kind, host.node) == (SlowKind.MACHINE, "n2")
+    assert "on the other nodes, and did so with another node rank: machine" in in_words(host)
+    same = watched(uneven(20), earlier=(Excess("n2", 2),)).slow
+    assert same is not None
+    assert same.kind is SlowKind.STAGE
+
+
+def test_slowed_clocks_of_gpus_show_the_machine_though_all_nodes_use_their_cpus() -> None:
+    def change(name: str, parts: Parts) -> Parts:
+        return replace(parts, cpu=parts.cpu * 1.5, clocks=0.25 if name == "n3" else 0.0)
+
+    found = judged(change, 1.5)
+    assert found is not None
+    assert (found.kind, found.node) == (SlowKind.MACHINE, "n3")
+    text = (
+        "the clocks of 25 % of the GPUs of node n3 are slowed by heat, power or a fault, 0 % before"
+    )
+    assert text in in_words(found)
+
+
+@pytest.mark.parametrize("part", ["data", "gc", "throttled", "pressure"])
+def test_one_of_two_nodes_is_named(part: str) -> None:
+    found = judged(on("n1", **{part: 0.4}), 1.3, count=2)
+    assert found is not None
+    assert found.node == "n1"
+    both = judged(on("", **{part: 0.4}), 1.3, count=2)
+    assert both is not None
+    assert both.node == ""
 
 
 def test_six_windows_are_enough_and_five_are_not() -> None:
@@ -166,8 +304,8 @@ def test_a_loader_that_was_always_slower_is_found_though_nothing_changes() -> No
         parts = {f"n{i}": Parts(data=0.3 if i == 2 else 0.02) for i in range(4)}
         watch.saw(Window(number, 1.0, parts))
     assert watch.slow is not None
-    assert in_words(watch.slow) == (
-        "since step 0, node n2 waits 0.3 s a step for data, 0.02 s on the other nodes: data"
+    assert in_words(watch.slow).startswith(
+        "since step 0, node n2 waits 0.3 s a step for data, 0.02 s on the other nodes: data. Check"
     )
 
 
@@ -199,22 +337,32 @@ def test_what_lasts_becomes_usual() -> None:
 
 
 class Train:
-    """A job of three nodes that trains at one step a second until it is told otherwise."""
+    """A job that trains at one step a second until it is told otherwise."""
 
-    def __init__(self, **diagnosis: Any) -> None:
-        document = job_file(3)
+    def __init__(self, nodes: int = 3, standby: int = 0, **diagnosis: Any) -> None:
+        """Start the job.
+
+        Args:
+            nodes: number of nodes that train.
+            standby: number of further nodes.
+            diagnosis: settings of the diagnosis.
+        """
+        document = job_file(nodes, standbyReplicas=standby)
         document["spec"]["diagnosis"] = diagnosis
         self.bench: Bench = running(ElasticJob.parse(document))
-        self.step, self.spent = 0, {f"n{i}": {"run": 0.0} for i in range(3)}
+        self.step = 0
+        self.spent: dict[str, dict[str, float]] = {}
+        self.cpu: dict[str, float] = {}
+        """CPU seconds of a step, where they are not half a second."""
 
     def go(self, steps: int, step_s: float = 1.0, **data: float) -> None:
         """Train some steps; ``data`` has the seconds of a step in which a node waits for data."""
         for _ in range(steps):
             self.step += 1
-            for agent in self.bench.living():
-                spent = self.spent[agent.node]
+            for agent in (one for one in self.bench.living() if one.running):
+                spent = self.spent.setdefault(agent.node, {"run": 0.0})
                 spent["run"] += step_s
-                spent["cpu"] = spent.get("cpu", 0.0) + 0.5
+                spent["cpu"] = spent.get("cpu", 0.0) + self.cpu.get(agent.node, 0.5)
                 spent["data"] = spent.get("data", 0.0) + data.get(agent.node, 0.01)
                 agent.reach(self.step)
                 assert agent.progress is not None
@@ -243,7 +391,7 @@ def test_a_slow_loader_is_told_with_its_node_and_nothing_is_done() -> None:
     assert reason == EventReason.SLOW
     assert message.startswith("a step takes 1.5 s instead of 1 s (+50 %) since step 131")
     assert "; node n1 waits 0.5 s a step for data, 0.01" in message
-    assert message.endswith(" s before: data")
+    assert " s before: data. Check its storage" in message
     assert train.condition().startswith("True: a step takes 1.5 s")
     assert train.bench.job.state.pending_round is None
     train.go(10 * (OVER + 1))
@@ -257,7 +405,39 @@ def test_a_throttled_node_is_told() -> None:
     train.bench.agent("n2").load = NodeLoad(throttled=0.8)
     train.go(90, step_s=2.0)
     ((_, message),) = train.told()
-    assert message.endswith("; node n2 lacks CPU 80 % of the time, 0 % before: neighbour")
+    assert "; node n2 lacks CPU 80 % of the time, 0 % before: neighbour. Raise" in message
+
+
+def test_a_slow_link_is_told_with_both_ends() -> None:
+    train = Train()
+    train.go(USUAL)
+    agents = {agent.node: agent for agent in train.bench.living()}
+    address = agents[NodeId("n2")].report().offer.addr
+    assert len({agent.report().offer.addr for agent in agents.values()}) == 3
+    agents[NodeId("n1")].load = NodeLoad(sending=0.6, peer=address)
+    train.go(90, step_s=2.0)
+    ((_, message),) = train.told()
+    assert "; the link between n1 and n2 waits for the network " in message
+    assert " s a step, 0 s before: link. Check cable" in message
+
+
+def test_a_place_with_more_work_is_told_again_on_another_node() -> None:
+    train = Train()
+    train.cpu["n2"] = 1.0
+    train.go(USUAL + 20)
+    ((_, message),) = train.told()
+    assert "node n2 needs 1 s CPU time a step, 0.5 s on the other nodes: stage. Split" in message
+    train.bench.kill(NodeId("n2"))
+    train.bench.settle()
+    replacement = train.bench.job.state.world
+    assert replacement is not None
+    node = replacement.members[2].node
+    assert node != "n2"
+    train.cpu = {node: 1.0}
+    train.go(USUAL + 40)
+    (*_, (_, message)) = train.told()
+    assert f"node {node} needs 1 s CPU time a step" in message
+    assert ", as n2 did with this node rank: stage" in message
 
 
 def test_nothing_is_told_if_the_job_does_not_want_it_or_does_not_measure() -> None:
@@ -273,3 +453,96 @@ def test_nothing_is_told_if_the_job_does_not_want_it_or_does_not_measure() -> No
             agent.reach(step)
         plain.bench.pass_time(1.0 if step < 60 else 3.0)
     assert not plain.told()
+
+
+# --- the paired check ---
+
+
+class Suspected(Train):
+    """A job of four nodes with a standby. From some step on, n2 needs more CPU time."""
+
+    def __init__(self, *, standby: int = 1, slow: str = "act", faults: str = "") -> None:
+        super().__init__(nodes=4, standby=standby, slow=slow)
+        self.go(USUAL)
+        self.cpu["n2"] = 0.8
+        self.bench.agent("n2").fault = faults
+        self.go(60, step_s=1.6)
+
+    def until_checked(self) -> None:
+        """Let the round end, and the checks run, until the next round trains."""
+        before = self.bench.job.state.round
+        for _ in range(60):
+            self.go(1, step_s=1.6)
+            self.bench.end_checks()
+            self.bench.deliver_facts()
+            if self.bench.job.state.round > before:
+                return
+        raise AssertionError(self.bench.job.state.reason)
+
+    def messages(self, reason: EventReason) -> list[str]:
+        return [e.message for e in self.bench.job.state.events if e.reason == reason]
+
+
+def test_a_slow_machine_is_checked_in_pairs_between_two_rounds_and_left_out() -> None:
+    train = Suspected(faults="slow")
+    assert train.bench.job.state.pending_round is None, "it may be over soon"
+    assert "It is not checked: it may be over soon" in train.condition()
+    train.go(30, step_s=1.6)
+    (suspected,) = train.messages(EventReason.NODES_SUSPECTED)
+    assert suspected.startswith("n2 is checked with n4 and n0 and n1: a step takes 1.6 s")
+    train.until_checked()
+    (excluded,) = train.messages(EventReason.NODE_EXCLUDED)
+    assert excluded.startswith("node n2 is slow: slow with n4, and with ")
+    assert sorted(train.bench.members) == ["n0", "n1", "n3", "n4"]
+    assert not train.bench.job.state.restart_count
+
+
+def test_a_node_that_is_fast_with_good_nodes_stays() -> None:
+    train = Suspected()
+    train.go(30, step_s=1.6)
+    train.until_checked()
+    assert not train.messages(EventReason.NODE_EXCLUDED)
+    assert len(train.bench.members) == 4
+    train.go(USUAL + 90, step_s=1.0)
+    assert len(train.messages(EventReason.NODES_SUSPECTED)) == 1
+
+
+def test_a_new_master_goes_on_with_the_check() -> None:
+    train = Suspected(faults="slow")
+    train.go(30, step_s=1.6)
+    assert train.bench.job.state.pending_round is not None
+    train.bench.restart_master()
+    train.until_checked()
+    assert train.messages(EventReason.NODE_EXCLUDED)
+    assert "n2" not in train.bench.members
+
+
+def test_a_node_is_checked_only_with_a_standby_and_if_the_job_allows_it() -> None:
+    alone = Suspected(standby=0)
+    alone.go(30, step_s=1.6)
+    assert alone.condition().endswith("not checked: no standby is ready to take its place")
+    told = Suspected(slow="tell")
+    told.go(30, step_s=1.6)
+    assert "not checked" not in told.condition()
+    for train in (alone, told):
+        assert train.bench.job.state.pending_round is None
+        assert not train.messages(EventReason.NODES_SUSPECTED)
+
+
+def test_the_next_check_comes_after_the_share_of_the_nodes_in_an_hour() -> None:
+    train = Suspected()
+    train.go(30, step_s=1.6)
+    train.until_checked()
+    train.cpu.clear()
+    train.go(USUAL)
+    train.cpu = dict.fromkeys(train.bench.members[-1:], 0.8)
+    train.go(100, step_s=1.6)
+    assert "the last check was too recent; the next may be in 7" in train.condition()
+    assert len(train.messages(EventReason.NODES_SUSPECTED)) == 1
+
+
+def test_what_is_no_machine_and_no_link_is_not_checked() -> None:
+    train = Train(nodes=4, standby=1, slow="act")
+    train.go(USUAL)
+    train.go(90, step_s=1.5, n1=0.5)
+    assert train.condition().endswith("no node is at fault for a slowness of this class")

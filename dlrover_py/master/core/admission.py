@@ -49,6 +49,9 @@ class Admission:
         if report.check is not None:
             self.live.health.take(node.id, report.checks, report.check)
         wanted = report.precheck
+        if node.id in self.live.health.confirming and not node.held:
+            # A new master has to keep it out of rounds, too.
+            self.live.nodes.hold(node, node.id in self.live.health.open)
         if wanted is None or node.leaving or self.state.trains(node.id, node.incarnation):
             return
         if self.live.health.enter(node.id, node.incarnation, exclude_slow=wanted.exclude_slow):
@@ -84,6 +87,33 @@ class Admission:
             changed |= bool(findings) or number != self.live.health.number
         self.live.wake(self.live.health.due)
         return changed
+
+    def confirm(
+        self, suspect: Node, others: Sequence[Node], slow_from: float, why: str, cause: int
+    ) -> None:
+        """Have a member of the round checked with good nodes, once the round has ended as planned.
+
+        The workers end after a common step, as if the node were leaving. All nodes of the check are
+        kept out of rounds until it is over, and the next round waits for it.
+
+        Args:
+            suspect: The node. If it is slow in two groups, it is excluded.
+            others: Standbys and members that are thought to be good, at least one.
+            slow_from: The suspect is slow if it takes this many times the median.
+            why: Why it is suspected, in words.
+            cause: Id of the event that says so.
+        """
+        nodes = {node.id: node.incarnation for node in (suspect, *others)}
+        self.live.health.reopen(suspect.id, nodes, slow_from)
+        self.state.health.confirmed_at = self.live.steady_wall
+        for node in (suspect, *others):
+            self.live.nodes.hold(node, True)
+        names = " and ".join(node.id for node in others)
+        message = f"{suspect.id} is checked with {names}: {why}"
+        self._check_event = self.log.record(
+            EventReason.NODES_SUSPECTED, message, node=suspect.id, cause=cause, warning=True
+        )
+        self._transitions.need_round("drain", message, self._check_event)
 
     def checks_first(self) -> bool:
         """Return whether the first round waits for checks of nodes that have no verdict yet.
@@ -126,6 +156,10 @@ class Admission:
         if not able:
             self._check_from = None
             return []
+        if self.state.phase is JobPhase.RUNNING and any(
+            self.state.trains(n.id, n.incarnation) for n in able
+        ):
+            return []  # the round ends first
         if any(n.phase is not NodePhase.LIVE or n.acknowledged < n.required_version for n in able):
             return []  # each of them reports within its lease, or is given up
         if self.state.phase is not JobPhase.RUNNING and self.live.nodes.count(Readiness.BUSY):

@@ -6,10 +6,11 @@ that fails again is bad. A node that is slow in two groups is slow. See docs/net
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median_low
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic import dataclasses as records
@@ -59,6 +60,8 @@ class NodeHealthRecord(BaseModel):
     """Time of its last all-reduce, in seconds; 0 if there is none."""
     nodes: Count = 0
     """Size of the group in which ``allreduce_s`` was measured."""
+    slow_from: Annotated[float, Field(ge=1)] = SLOW
+    """The node is slow if it takes this many times the median."""
 
     @property
     def needs_recheck(self) -> bool:
@@ -76,6 +79,11 @@ class JobHealthRecord:
     """Number of the newest step of checks."""
     node_records: dict[NodeId, NodeHealthRecord] = field(default_factory=dict)
     """Results of each node."""
+    confirmed: list[NodeId] = field(default_factory=list)
+    """The node that was checked last because its job was slow, and the nodes with it; empty if
+    there was none."""
+    confirmed_at: float = 0.0
+    """When that check was begun (Unix time)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +169,30 @@ class Health:
         )
         self.open.add(node)
         return True
+
+    def reopen(self, suspect: NodeId, nodes: Mapping[NodeId, int], slow_from: float) -> None:
+        """Have a node that has trained checked anew, with nodes that are thought to be good.
+
+        Args:
+            suspect: The node. It may not train any more if it is slow.
+            nodes: All nodes of the check, and the incarnation of each.
+            slow_from: The suspect is slow if it takes this many times the median.
+        """
+        for node, incarnation in nodes.items():
+            self.forget(node)
+            self.node_records[node] = NodeHealthRecord(
+                incarnation=incarnation,
+                exclude_slow=node == suspect,
+                slow_from=slow_from if node == suspect else SLOW,
+            )
+            self.open.add(node)
+        self._record.confirmed = [suspect, *(node for node in nodes if node != suspect)]
+
+    @property
+    def confirming(self) -> Sequence[NodeId]:
+        """The suspect of the last :meth:`reopen` and the nodes with it; empty if that is over."""
+        nodes = self._record.confirmed
+        return nodes if any(node in self.open for node in nodes) else ()
 
     def forget(self, node: NodeId) -> None:
         """Drop a node that leaves or is gone, or the results of its earlier incarnation."""
@@ -335,9 +367,11 @@ class Health:
             if alone and (record.failed or (len(record.tried) > 1 and not record.slow)):
                 continue  # that it works alone does not show that it works with others
             message, slow = _speed(check_group, result), ""
-            if result.matmul_s > SLOW * matmul:
+            if result.matmul_s > record.slow_from * matmul:
                 slow = f"a matmul took {result.matmul_s:.3g} s, the median is {matmul:.3g} s"
-            elif not alone and result.allreduce_s > SLOW * allreduce[len(check_group.nodes)]:
+            elif not alone and result.allreduce_s > (
+                record.slow_from * allreduce[len(check_group.nodes)]
+            ):
                 median = f"{allreduce[len(check_group.nodes)]:.3g} s"
                 slow = f"an all-reduce took {result.allreduce_s:.3g} s, the median is {median}"
             if slow:

@@ -15,6 +15,7 @@ from dlrover_py.master.core.rendezvous import (
     Form,
     RoundMembers,
     Size,
+    Wait,
     arrange,
     verdict,
 )
@@ -102,6 +103,8 @@ class Rounds:
         wait_s = max(wait_s, spare_wait_s)
         counts = Counts(ready, self.live.nodes.count(Readiness.BUSY), max(near, spares))
         answer = verdict(size, counts, opened_at=pending.since, now=self.live.now, wait_s=wait_s)
+        if confirming := self.live.health.confirming:
+            answer = Wait(f"{' and '.join(confirming)} are being checked")
         if isinstance(answer, Form):
             if pending.kind == "join" and answer.size <= current:
                 # The expected nodes did not come: the round would not grow.

@@ -3,11 +3,14 @@
 from dlrover_py.master.core.history import CoreContext
 from dlrover_py.master.core.state import NON_DISRUPTIVE
 from dlrover_py.protocol.agents import AgentReport, LogFinding
-from dlrover_py.protocol.log_rules import LogRule
+from dlrover_py.protocol.log_rules import NVML, LogRule
 from dlrover_py.protocol.names import NodeId
 from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.status import JobPhase
 from dlrover_py.protocol.words import counted
+
+SHOWN = 4
+"""Largest number of nodes whose GPUs are described."""
 
 
 class LogFindings:
@@ -63,6 +66,7 @@ class LogFindings:
             texts, self.live.log_hang = [], None
         for rule in [rule for rule in self._told if rule not in applies]:
             message = f"log rule {rule} does not apply any more" if rule else "the round is over"
+            message = "no GPU reports a fault any more" if rule == NVML else message
             event, _ = self._told.pop(rule)
             self.log.record(EventReason.LOG_RULE_OVER, message, cause=event)
         self.live.log_rule = "; ".join(texts)
@@ -84,6 +88,10 @@ def _in_words(found: list[tuple[NodeId, LogFinding]]) -> str:
     if first.verdict == "UNUSED":
         what = f"log rule {first.rule} is" if first.rule else "log rules are"
         return f"{what} not used on node {node_id}: {first.said}"
+    if first.rule == NVML:
+        texts = [f"node {name}: {finding.said}" for name, finding in found[:SHOWN]]
+        more = f"; and {counted(len(found) - SHOWN, 'more node')}" if len(found) > SHOWN else ""
+        return f"{'; '.join(texts)}{more}: {first.verdict}. Drain the node and test its GPUs"
     others = sum(len(finding.ranks) for _, finding in found) - 1
     more = f"; so do {counted(others, 'other rank')}" if others > 1 else ""
     more = "; so does 1 other rank" if others == 1 else more

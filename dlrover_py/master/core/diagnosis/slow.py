@@ -1,6 +1,14 @@
-"""Tells that a job has become slow, and why. It gathers what nodes report, and changes nothing."""
+"""Tells that a job has become slow, and why. If the job allows it, a slow node is then checked.
 
+The check comes before any action: only a node that is slow with good nodes too is left out.
+"""
+
+from collections import Counter
+
+from dlrover_py.master.core.admission import Admission
 from dlrover_py.master.core.diagnosis.slowness import (
+    LEAST_SHIFT,
+    Excess,
     Parts,
     Slowness,
     SlowWatch,
@@ -8,8 +16,10 @@ from dlrover_py.master.core.diagnosis.slowness import (
     in_words,
 )
 from dlrover_py.master.core.history import CoreContext
+from dlrover_py.master.core.nodes import Readiness
 from dlrover_py.master.core.state import NON_DISRUPTIVE
 from dlrover_py.protocol.agents import AgentReport, Progress
+from dlrover_py.protocol.diagnosis import SlowKind
 from dlrover_py.protocol.names import NodeId
 from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.status import JobPhase
@@ -20,6 +30,12 @@ WINDOW_STEPS = 5
 """Least steps of a window on each node."""
 WARM_UP = 2
 """First windows of a round that are left out: compilers and caches warm up."""
+EARLIER = 16
+"""Number of earlier rounds whose differences between nodes are kept."""
+CHECKED_AN_HOUR = 0.02
+"""Share of the nodes of a job that are checked in an hour at most, because it is slow."""
+WITNESSES = 2
+"""Members that a suspect is checked with, beside a standby: two pairs can be compared."""
 OVER = 3
 """Windows in a row that are not slow after which the job counts as fast again."""
 
@@ -27,10 +43,13 @@ OVER = 3
 class SlowJob:
     """The detector of slow steps of one job."""
 
-    def __init__(self, context: CoreContext) -> None:
+    def __init__(self, context: CoreContext, admission: Admission) -> None:
+        self._admission = admission
         self.state, self.live, self.log = context.state, context.live, context.log
         self._round = self.state.round
-        self._watch = SlowWatch()
+        self._earlier: list[tuple[int, Excess]] = []
+        """What differed in earlier rounds: their number of nodes, and the node."""
+        self._watch = self._new_watch()
         self._windows = self._fast = 0
         self._begun: dict[NodeId, Progress] = {}
         """Progress of each member at the begin of the window."""
@@ -42,6 +61,8 @@ class SlowJob:
         """Why the job is slow, as it was told; None if it is not."""
         self._event = 0
         """Id of the event that told it."""
+        self._seen = 0
+        """Number of further windows for which it is slow for this reason."""
 
     def take_report(self, node_id: NodeId, report: AgentReport) -> None:
         """Take in the progress of a member of the round, and what its node lacks."""
@@ -87,15 +108,26 @@ class SlowJob:
 
     def _begin_round(self) -> None:
         """Learn anew, because a step of another round may take another time."""
+        if (excess := self._watch.excess) is not None:
+            self._earlier = [*self._earlier[1 - EARLIER :], (len(self._watch.ranks), excess)]
         self._round = self.state.round
-        self._watch = SlowWatch()
+        self._watch = self._new_watch()
         self._windows = self._fast = 0
         for known in (self._begun, self._newest, self._complete):
             known.clear()
 
+    def _new_watch(self) -> SlowWatch:
+        """Return a watch for the present round, which knows what differed in earlier ones."""
+        world = self.state.world
+        ranks = {str(node): rank for node, rank in world.rank_of.items()} if world else {}
+        earlier = [excess for nodes, excess in self._earlier if nodes == len(ranks)]
+        return SlowWatch(ranks=ranks, earlier=earlier)
+
     def _window(self) -> Window:
         """Return the window that is complete on all members."""
         nodes, times = {}, []
+        addresses = Counter(report.offer.addr for report in self._newest.values())
+        node_at = {r.offer.addr: str(n) for n, r in self._newest.items()}
         for name, report in self._newest.items():
             begun, now = self._begun[name], _progress(report)
 
@@ -105,12 +137,17 @@ class SlowJob:
 
             times.append(max(1e-6, each("run") - each("save") - each("load")))
             load = report.load
+            peer = load.peer if load is not None else ""
             nodes[str(name)] = Parts(
                 data=each("data"),
                 gc=each("gc"),
                 cpu=each("cpu"),
                 throttled=load.throttled if load is not None else 0.0,
                 pressure=load.cpu if load is not None else 0.0,
+                sending=load.sending * times[-1] if load is not None else 0.0,
+                clocks=load.clocks if load is not None else 0.0,
+                # On one machine, several nodes have the same address.
+                peer=node_at[peer] if addresses[peer] == 1 else "",
             )
         return Window(
             step=min(progress.step for progress in self._begun.values()),
@@ -128,6 +165,7 @@ class SlowJob:
             return
         self._fast = 0
         self.live.slow = in_words(slow)
+        self._seen += 1
         if told is None or (told.kind, told.node) != (slow.kind, slow.node):
             self._event = self.log.record(
                 EventReason.SLOW,
@@ -136,7 +174,40 @@ class SlowJob:
                 cause=self._event if told is not None else None,
                 warning=True,
             )
-            self._told = slow
+            self._told, self._seen = slow, 0
+        if self.live.spec.spec.diagnosis.slow == "act" and (why := self._check(slow)):
+            self.live.slow += f". It is not checked: {why}"
+
+    def _check(self, slow: Slowness) -> str:
+        """Have the named node checked with good nodes; return why not, or an empty text."""
+        state, live = self.state, self.live
+        if slow.kind not in (SlowKind.MACHINE, SlowKind.LINK):
+            return "no node is at fault for a slowness of this class"
+        suspect = live.nodes.get(NodeId(slow.node)) if slow.node else None
+        if suspect is None:
+            return "no node is named"
+        if self._seen < OVER:
+            return "it may be over soon"
+        world = state.world
+        if world is None or state.pending_round is not None or state.succeeded:
+            return "the round is about to end"
+        if suspect.leaving or not world.has(suspect.id, suspect.incarnation):
+            return f"{suspect.id} is no member of the round any more"
+        ready = [n for n in live.nodes if n.readiness is Readiness.READY and n is not suspect]
+        standbys = [n for n in ready if n.id not in world.rank_of]
+        if not standbys:
+            return "no standby is ready to take its place"
+        pause_s = 3600 / (CHECKED_AN_HOUR * len(world.members))
+        left_s = state.health.confirmed_at + pause_s - live.steady_wall
+        if state.health.confirmed and left_s > 0:
+            return f"the last check was too recent; the next may be in {left_s / 60:.0f} minutes"
+        members = [n for n in ready if n.id in world.rank_of and n.id != slow.peer]
+        others = [standbys[0], *members[:WITNESSES]]
+        changed = slow.usual_s < slow.step_s
+        shift = slow.step_s / slow.usual_s if changed else slow.part / slow.others
+        slow_from = 1 + min(1.0, max(LEAST_SHIFT, (shift - 1) / 2))
+        self._admission.confirm(suspect, others, slow_from, in_words(slow), self._event)
+        return ""
 
     def _end(self, why: str) -> None:
         """Record that the job is not slow any more; do nothing if it was not."""

@@ -2,12 +2,13 @@
 
 A step is slow against the usual steps of the same round, and a node against the other nodes. No
 limit is absolute. What grew with the time of a step is its cause: the wait for data, the garbage
-collector, the CPU that others took, or the CPU time of one node or of all.
+collector, the CPU that others took, the network, or the CPU time of one node or of all. What
+differs from the first steps on is the loader of one node, or the part of the model at its place.
 
 Most slow jobs are not slow because of a machine, so the result is told and nothing else.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -42,9 +43,26 @@ PEER_TIMES = 2.0
 """Times the wait of the other nodes that its wait must be."""
 SHARE_OF_GROWTH = 0.5
 """A part that grew by this share of the growth of a step explains it."""
+STAGE_TIMES = 1.5
+"""Times the CPU time of the other nodes that a place needs in each window from the first one on,
+so that its part of the model is larger. The node that logs needs 1.3 times as much."""
+STAGE_BUSY = 0.8
+"""CPU seconds that a second of a step at this place has, at least: it never waits for others."""
+CLOCKS = 0.05
+"""Growth of the share of GPUs with slowed clocks that shows a slow machine."""
 THROTTLED = 0.10
 """Growth of the share of throttled periods, or of the time in which a process waited for a CPU,
 that shows that others take the CPU."""
+ADVICE = {
+    SlowKind.DATA: "Check its storage and its loader: more loader workers",
+    SlowKind.CODE: "Look at the garbage collector, and at the length of samples since then",
+    SlowKind.NEIGHBOUR: "Raise the CPU limit, or move what else runs there",
+    SlowKind.MACHINE: "Compare its clock and temperature; drain it if its work is that of others",
+    SlowKind.LINK: "Check cable, port, errors and other traffic; --network-check measures links",
+    SlowKind.STAGE: "Split the model or its work more evenly; another host changes nothing",
+    SlowKind.UNKNOWN: "See `dlrover job stacks`; check GPU clocks and the network",
+}
+"""What to do first about a slow job."""
 WEIGHT = 0.1
 """Weight of the newest window in the usual parts of a node."""
 
@@ -63,6 +81,12 @@ class Parts:
     """Share of the periods in which its CPU limit has stopped it, from 0 to 1."""
     pressure: float = 0.0
     """Share of the time in which some process of the node waited for a CPU, from 0 to 1."""
+    sending: float = 0.0
+    """Seconds of a step in which its busiest connection waited for the network."""
+    clocks: float = 0.0
+    """Share of its GPUs whose clocks are slowed by heat, power or a fault, from 0 to 1."""
+    peer: str = ""
+    """The node at the other end of that connection; empty if it is not known."""
 
     def towards(self, other: "Parts", weight: float) -> "Parts":
         """Return parts between these and others; with weight 1 the others."""
@@ -72,6 +96,9 @@ class Parts:
             cpu=self.cpu + (other.cpu - self.cpu) * weight,
             throttled=self.throttled + (other.throttled - self.throttled) * weight,
             pressure=self.pressure + (other.pressure - self.pressure) * weight,
+            sending=self.sending + (other.sending - self.sending) * weight,
+            clocks=self.clocks + (other.clocks - self.clocks) * weight,
+            peer=other.peer,
         )
 
 
@@ -85,6 +112,16 @@ class Window:
     """Seconds of a step, without saves and loads of checkpoints; more than 0."""
     nodes: Mapping[str, Parts]
     """The parts of a step on each node of the round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Excess:
+    """A node that needed far more CPU time than the others in a whole round."""
+
+    node: str
+    """The node."""
+    rank: int
+    """Its node rank in that round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +142,23 @@ class Slowness:
     """The part that explains it: seconds of a step, or a share of the time."""
     others: float = 0.0
     """The same part before. If nothing has changed, the same part on the other nodes."""
+    peer: str = ""
+    """The other end of a slow link; or the node that had the same place, or was at another place,
+    with the same difference. Empty if that is not known."""
+    clocks: bool = False
+    """Whether ``part`` is the share of its GPUs whose clocks are slowed."""
 
 
 @dataclass(slots=True)
 class SlowWatch:
     """The windows of one round. A new round has a new watch: its usual time is another one."""
 
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    """Node rank of each node in this round."""
+    earlier: Sequence[Excess] = ()
+    """What differed in earlier rounds with the same number of nodes."""
+    excess: Excess | None = None
+    """The node that needs far more CPU time than the others since the first window, if any."""
     slow: Slowness | None = None
     """Why the job is slow now; None if it is not."""
     _usual: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
@@ -129,9 +177,13 @@ class SlowWatch:
     _odd: tuple[str, int, int] = ("", 0, 0)
     """The node that waits longest for data, since how many windows in a row, and from which
     step."""
+    _uneven: tuple[str, int, int, int] | None = ("", 0, 0, 0)
+    """The node that needs far more CPU time than the others, in how many windows, in how many not,
+    and from which step; None if it was not the same from the first window on."""
 
     def saw(self, window: Window) -> None:
         """Take in the next window, and judge again whether the job is slow, and why."""
+        self._compare(window)
         usual = median(self._usual) if len(self._usual) >= FEWEST else None
         shift = LEAST_SHIFT / 2 if self._run else LEAST_SHIFT
         if usual is None or window.step_s < (1 + shift) * usual:
@@ -176,10 +228,60 @@ class SlowWatch:
         }
 
     def _against_peers(self, window: Window) -> Slowness | None:
-        """Return the slowness of a node that waits far longer for data than the others, else None.
+        """Return the slowness of a node that waits far longer for data than the others.
 
         It must be the same node in ``PEER_WINDOWS`` calls in a row. Each call counts as one window.
+        Otherwise, return that of a place which has more to compute since the first window. None if
+        there is neither.
         """
+        return self._data_against_peers(window) or self._stage(window)
+
+    def _compare(self, window: Window) -> None:
+        """Note the node that needs far more CPU time than the others, in all windows so far.
+
+        One window in ten may be another one, such as one with an evaluation.
+        """
+        if self._uneven is None:
+            return
+        cpu = {name: parts.cpu for name, parts in window.nodes.items()}
+        node = max(cpu, key=lambda name: (cpu[name], name))
+        others = [seconds for name, seconds in cpu.items() if name != node]
+        more = bool(others) and cpu[node] >= STAGE_TIMES * median(others)
+        first, count, missed, step = self._uneven
+        if not more or cpu[node] < STAGE_BUSY * window.step_s or first not in ("", node):
+            self._uneven = (first, count, missed + 1, step)
+            if not count or PEER_WINDOWS * missed >= count:
+                self._uneven = self.excess = None
+            return
+        self._uneven = (node, count + 1, missed, step if count else window.step)
+        if count + 1 >= PEER_WINDOWS and node in self.ranks:
+            self.excess = Excess(node, self.ranks[node])
+
+    def _stage(self, window: Window) -> Slowness | None:
+        """Return the slowness of a place that has more to compute; None if there is none.
+
+        If the same node had the difference at another place before, then the machine has it.
+        """
+        excess = self.excess
+        if excess is None or self._uneven is None or excess.node not in window.nodes:
+            return None
+        cpu = window.nodes[excess.node].cpu
+        others = median(p.cpu for name, p in window.nodes.items() if name != excess.node)
+        moved = any(one.node == excess.node and one.rank != excess.rank for one in self.earlier)
+        peers = [o.node for o in self.earlier if o.rank == excess.rank and o.node != excess.node]
+        return Slowness(
+            SlowKind.MACHINE if moved and not peers else SlowKind.STAGE,
+            excess.node,
+            self._uneven[3],
+            window.step_s,
+            window.step_s,
+            cpu,
+            others,
+            peers[-1] if peers else "",
+        )
+
+    def _data_against_peers(self, window: Window) -> Slowness | None:
+        """Return the slowness of a node that waits far longer for data than the others, if any."""
         waits = {name: parts.data for name, parts in window.nodes.items()}
         if len(waits) < 2:
             return None
@@ -228,18 +330,25 @@ class SlowWatch:
             if grew[node] < least:
                 return None
             # Most nodes together: no single one makes the job slow.
-            alike = len(grew) > 1 and median(grew.values()) >= 0.5 * grew[node]
+            others = [one for name, one in grew.items() if name != node]
+            alike = bool(others) and median(others) >= 0.5 * grew[node]
             value, old = getattr(now[node], part), getattr(before[node], part)
-            return Slowness(kind, "" if alike else node, since, level, usual, value, old)
+            named = "" if alike else node
+            return Slowness(kind, named, since, level, usual, value, old, clocks=part == "clocks")
 
         least = SHARE_OF_GROWTH * grown
         for kind, part, limit in (
             (SlowKind.DATA, "data", least),
             (SlowKind.CODE, "gc", least),
             (SlowKind.NEIGHBOUR, "throttled", THROTTLED),
+            (SlowKind.MACHINE, "clocks", CLOCKS),
         ):
             if (one := found(kind, part, limit)) is not None:
                 return one
+        if (link := self._by_link(now, before, least)) is not None:
+            node, peer = link
+            value, old = (now[node].sending, before[node].sending) if node else (0.0, 0.0)
+            return Slowness(SlowKind.LINK, node, since, level, usual, value, old, peer)
         machine = self._by_cpu(now, before, grown / usual)
         if machine is not None:
             kind, node = machine
@@ -247,6 +356,36 @@ class SlowWatch:
             return Slowness(kind, node, since, level, usual, value, old)
         one = found(SlowKind.NEIGHBOUR, "pressure", THROTTLED)
         return one or Slowness(SlowKind.UNKNOWN, "", since, level, usual)
+
+    def _by_link(
+        self, now: Mapping[str, Parts], before: Mapping[str, Parts], least: float
+    ) -> tuple[str, str] | None:
+        """Return the two ends of a slow link, the worse one first; None if no link is slow.
+
+        Most slow connections have one node in common, at one of their ends. Its link is the slow
+        one. If there is none, no node is named: the network itself is slow.
+
+        Args:
+            now: The parts of each node now.
+            before: Its usual parts.
+            least: Growth of the wait for the network that explains the growth of a step.
+        """
+        grew = {name: parts.sending - before[name].sending for name, parts in now.items()}
+        slow = [name for name in grew if grew[name] >= least]
+        if not slow:
+            return None
+        worst = max(slow, key=lambda name: (grew[name], name))
+        ends = Counter(end for name in slow for end in {name, now[name].peer} - {""})
+        (first, most), *rest = ends.most_common()
+        if len(slow) > 1 and rest and rest[0][1] == most:
+            both = {worst, now[worst].peer}
+            if len(slow) > 2 or set(ends) != both:
+                return "", ""  # no end is in more slow connections than the others
+            first = worst  # both ends of one link
+        elif len(slow) == 1:
+            first = worst
+        other = next((n for n in sorted(slow) if now[n].peer == first and n != first), "")
+        return first, now[first].peer if first in slow else other
 
     def _by_cpu(
         self, now: Mapping[str, Parts], before: Mapping[str, Parts], rise: float
@@ -285,7 +424,7 @@ def _mean(parts: Sequence[Parts]) -> Parts:
 
 
 def in_words(slow: Slowness) -> str:
-    """Return why a job is slow, in one line."""
+    """Return why a job is slow, and what to do first, in one line."""
     who = f"node {slow.node}" if slow.node else "each node"
     if slow.usual_s < slow.step_s:
         more = 100 * (slow.step_s / slow.usual_s - 1)
@@ -300,15 +439,29 @@ def in_words(slow: Slowness) -> str:
             text += f"{who} waits {_s(part)} a step for data, {_s(others)} {before}"
         case SlowKind.NEIGHBOUR:
             text += f"{who} lacks CPU {100 * part:.0f} % of the time, {100 * others:.0f} % {before}"
+        case SlowKind.MACHINE if slow.clocks:
+            text += f"the clocks of {100 * part:.0f} % of the GPUs of {who} are slowed by heat, "
+            text += f"power or a fault, {100 * others:.0f} % {before}"
         case SlowKind.MACHINE:
             text += f"only {who} needs more CPU time: {_s(part)} a step, {_s(others)} {before}"
+            text += "" if slow.usual_s < slow.step_s else ", and did so with another node rank"
+        case SlowKind.STAGE:
+            text += f"{who} needs {_s(part)} CPU time a step, {_s(others)} {before}"
+            text += f", as {slow.peer} did with this node rank" if slow.peer else ""
+        case SlowKind.LINK if slow.node:
+            link = f"between {slow.node} and {slow.peer}" if slow.peer else f"of {who}"
+            text += (
+                f"the link {link} waits for the network {_s(part)} a step, {_s(others)} {before}"
+            )
+        case SlowKind.LINK:
+            text += "connections of several nodes wait for the network"
         case SlowKind.CODE if part:
             text += f"{who} collects garbage for {_s(part)} a step, {_s(others)} {before}"
         case SlowKind.CODE:
             text += "all nodes need more CPU time"
         case SlowKind.UNKNOWN:
             text += "nothing that is measured has grown with it"
-    return f"{text}: {slow.kind}"
+    return f"{text}: {slow.kind}. {ADVICE[slow.kind]}"
 
 
 def _s(seconds: float) -> str:

@@ -1,0 +1,265 @@
+"""What NVML says of the GPUs of this node: errors since the agent has started, and slowed clocks.
+
+The library is optional (extra ``nvml``), and a broken driver may block a call for ever. So it is
+read in a thread, and the agent never waits for it.
+"""
+
+import importlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Protocol
+
+from dlrover_py.process.blocking import BackgroundThread
+from dlrover_py.protocol.agents import LogFinding
+from dlrover_py.protocol.log_rules import NVML
+
+PERIOD_S = 10.0
+"""Seconds between two readings, at least."""
+DEADLINE_S = 30.0
+"""Seconds of one reading after which the driver is reported as one that does not answer."""
+MAX_EVENTS = 64
+"""Most XIDs of one reading."""
+SCRIPT_XIDS = {13: "a kernel of the script", 31: "a wrong address", 43: "a reset after an error"}
+"""XIDs that the program causes most of the time."""
+SLOWED = {
+    "nvmlClocksEventReasonHwSlowdown": "hardware",
+    "nvmlClocksEventReasonHwThermalSlowdown": "heat",
+    "nvmlClocksEventReasonSwThermalSlowdown": "heat",
+    "nvmlClocksEventReasonHwPowerBrakeSlowdown": "its power supply",
+}
+"""Reasons of NVML for slow clocks that are faults. A power cap of the driver is usual."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What one GPU says at one time."""
+
+    index: int
+    """Its number on the node."""
+    xids: tuple[int, ...] = ()
+    """Errors of the driver since the last reading."""
+    ecc: int | None = None
+    """Errors of its memory that could not be corrected, since the driver was loaded; None if it
+    does not count them."""
+    remap_pending: bool = False
+    """Whether rows of its memory are replaced at the next reset."""
+    remap_failed: bool = False
+    """Whether there is no row left to replace a bad one."""
+    nvlink: int | None = None
+    """Errors of its NVLinks that made them send again or recover; None without NVLink."""
+    slowed: str = ""
+    """What slows its clocks, in words; empty if nothing does."""
+
+
+class DeviceError(Exception):
+    """The driver of the GPUs has refused a call, or has lost a GPU."""
+
+
+class GpuSource(Protocol):
+    """What reads the GPUs of this node."""
+
+    def read(self) -> Sequence[Reading]:
+        """Return what each GPU says now; may block.
+
+        Raises:
+            DeviceError: The driver has refused a call, or has lost a GPU.
+        """
+
+
+class NvmlSource:
+    """The GPUs of this node, as NVML reports them."""
+
+    def __init__(self, nvml: Any) -> None:
+        """Connect to the driver.
+
+        Args:
+            nvml: The module ``pynvml`` of nvidia-ml-py.
+
+        Raises:
+            pynvml.NVMLError: There is no driver, or it refuses.
+        """
+        self._nvml = nvml
+        nvml.nvmlInit()
+        self._devices = [
+            nvml.nvmlDeviceGetHandleByIndex(n) for n in range(nvml.nvmlDeviceGetCount())
+        ]
+        self._events = nvml.nvmlEventSetCreate()
+        for device in self._devices:
+            self._known(
+                nvml.nvmlDeviceRegisterEvents,
+                device,
+                nvml.nvmlEventTypeXidCriticalError,
+                self._events,
+            )
+
+    def read(self) -> Sequence[Reading]:
+        """Return what each GPU says now.
+
+        Raises:
+            DeviceError: The driver has refused a call, or has lost a GPU.
+        """
+        try:
+            xids = self._xids()
+            return [self._one(n, device, xids) for n, device in enumerate(self._devices)]
+        except self._nvml.NVMLError as error:
+            raise DeviceError(str(error)) from error
+
+    def _one(self, index: int, device: Any, xids: Sequence[tuple[int, int]]) -> Reading:
+        nvml = self._nvml
+        ecc = self._known(
+            nvml.nvmlDeviceGetTotalEccErrors,
+            device,
+            nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+            nvml.NVML_VOLATILE_ECC,
+        )
+        remapped = self._known(nvml.nvmlDeviceGetRemappedRows, device) or (0, 0, 0, 0)
+        reasons = self._known(nvml.nvmlDeviceGetCurrentClocksEventReasons, device) or 0
+        slowed = [word for name, word in SLOWED.items() if reasons & getattr(nvml, name)]
+        return Reading(
+            index,
+            tuple(xid for where, xid in xids if where == index),
+            ecc,
+            bool(remapped[2]),
+            bool(remapped[3]),
+            self._nvlink(device),
+            " and ".join(dict.fromkeys(slowed)),
+        )
+
+    def _xids(self) -> list[tuple[int, int]]:
+        """Return the XIDs since the last reading, each with the number of its GPU."""
+        nvml, found = self._nvml, []
+        for _ in range(MAX_EVENTS):
+            try:
+                event = nvml.nvmlEventSetWait_v2(self._events, 0)
+            except nvml.NVMLError as error:
+                if error.value == nvml.NVML_ERROR_TIMEOUT:
+                    break
+                raise
+            found.append((nvml.nvmlDeviceGetIndex(event.device), int(event.eventData)))
+        return found
+
+    def _nvlink(self, device: Any) -> int | None:
+        """Return the errors of all active NVLinks of a GPU; None if it has none."""
+        nvml, total = self._nvml, None
+        for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+            active = self._known(nvml.nvmlDeviceGetNvLinkState, device, link)
+            if active is None:
+                break  # it has no further link
+            for counter in (nvml.NVML_NVLINK_ERROR_DL_REPLAY, nvml.NVML_NVLINK_ERROR_DL_RECOVERY):
+                errors = active and self._known(
+                    nvml.nvmlDeviceGetNvLinkErrorCounter, device, link, counter
+                )
+                total = (total or 0) + int(errors or 0)
+        return total
+
+    def _known(self, call: Callable[..., Any], *given: object) -> Any:
+        """Return the result of a call, or None if this kind of GPU does not have it."""
+        try:
+            return call(*given)
+        except self._nvml.NVMLError as error:
+            if error.value in (
+                self._nvml.NVML_ERROR_NOT_SUPPORTED,
+                self._nvml.NVML_ERROR_INVALID_ARGUMENT,
+            ):
+                return None
+            raise
+
+
+def findings(first: Reading, now: Reading, xids: Sequence[int]) -> list[str]:
+    """Return what is wrong with a GPU, in words.
+
+    Args:
+        first: Its first reading.
+        now: Its newest reading.
+        xids: Its XIDs since the first reading.
+    """
+    found = []
+    for xid in sorted(set(xids)):
+        usual = f", usually {SCRIPT_XIDS[xid]}" if xid in SCRIPT_XIDS else ""
+        found.append(f"XID {xid}{usual}")
+    if (now.ecc or 0) > (first.ecc or 0):
+        found.append(f"{(now.ecc or 0) - (first.ecc or 0)} memory errors that ECC cannot correct")
+    if now.remap_failed:
+        found.append("no row is left to replace bad memory: it has to be exchanged")
+    elif now.remap_pending:
+        found.append("bad rows of memory are replaced at its next reset")
+    if (now.nvlink or 0) > (first.nvlink or 0):
+        found.append(f"{(now.nvlink or 0) - (first.nvlink or 0)} errors of its NVLinks")
+    return [f"GPU {now.index}: {one}" for one in found]
+
+
+class DeviceMeter:
+    """The newest readings of the GPUs of this node; nothing without the library or a driver."""
+
+    def __init__(
+        self,
+        open_source: Callable[[], GpuSource | None] | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            open_source: Returns what reads the GPUs, in the thread; None if there is nothing to
+                read. By default, NVML if it is installed.
+            clock: Returns seconds that never decrease.
+        """
+        self.slowed = 0.0
+        """Share of the GPUs whose clocks are slowed by heat, power or a fault, from 0 to 1."""
+        self._open = open_source or nvml_source
+        self._clock, self._thread = clock, BackgroundThread("devices")
+        self._asked_at: float | None = None
+        self._source: GpuSource | None = None
+        self._first: dict[int, Reading] = {}
+        """First reading of each GPU."""
+        self._xids: dict[int, list[int]] = {}
+        """XIDs of each GPU, without repetitions."""
+        self._said, self._over = "", False
+
+    def found(self) -> list[LogFinding]:
+        """Return what is wrong, without waiting; begin another reading if it is time."""
+        now = self._clock()
+        due = self._asked_at is None or now - self._asked_at >= PERIOD_S
+        if due and not self._thread.stuck_s and not self._over:
+            self._asked_at = now
+            self._thread.post(self.read)
+        return self.known()
+
+    def known(self) -> list[LogFinding]:
+        """Return what the newest reading has found, or that it does not end."""
+        said = self._said
+        if self._thread.stuck_s > DEADLINE_S:
+            said = f"the GPU driver has not answered for more than {DEADLINE_S:g} s"
+        return [LogFinding(rule=NVML, verdict="FAULT", said=said)] if said else []
+
+    def read(self) -> None:
+        """Read all GPUs once; without a source, or after an error of the driver, never again."""
+        try:
+            self._source = self._source or self._open()
+            readings = self._source.read() if self._source is not None else ()
+        except DeviceError as error:
+            self._over, self._said = True, f"the GPU driver has failed: {error}"
+            return
+        self._over = not readings
+        said = []
+        for one in readings:
+            first = self._first.setdefault(one.index, one)
+            xids = self._xids.setdefault(one.index, [])
+            xids += [xid for xid in one.xids if xid not in xids]
+            said += findings(first, one, xids)
+        self._said = "; ".join(said)
+        self.slowed = round(sum(bool(r.slowed) for r in readings) / max(1, len(readings)), 2)
+
+
+def nvml_source() -> GpuSource | None:
+    """Return the GPUs as NVML reports them; None without nvidia-ml-py or without a driver."""
+    try:
+        nvml: ModuleType = importlib.import_module("pynvml")
+    except ImportError:
+        return None
+    try:
+        return NvmlSource(nvml)
+    except nvml.NVMLError:
+        return None  # no driver, or a container without GPUs

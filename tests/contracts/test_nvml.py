@@ -1,0 +1,26 @@
+"""The NVML of the tests has the names, parameters and numbers of the real library."""
+
+import inspect
+
+import pytest
+
+from tests.fakes_nvml import FakeNvml
+
+pynvml = pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
+NAMES = sorted(name for name in vars(FakeNvml) if name.startswith(("nvml", "NVML_")))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_library_has_it_alike(name: str) -> None:
+    real, ours = getattr(pynvml, name), getattr(FakeNvml(), name)
+    if callable(ours):
+        assert [*inspect.signature(real).parameters] == [*inspect.signature(ours).parameters]
+    else:
+        assert real == ours
+
+
+def test_errors_have_their_number_and_events_their_device_and_data() -> None:
+    error = pynvml.NVMLError(pynvml.NVML_ERROR_TIMEOUT)
+    assert isinstance(error, pynvml.NVMLError)
+    assert error.value == pynvml.NVML_ERROR_TIMEOUT
+    assert {"device", "eventData"} <= {*dir(pynvml.c_nvmlEventData_t())}
