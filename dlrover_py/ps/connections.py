@@ -38,7 +38,17 @@ class Connections:
         self._poller.poll(int(seconds * 1000))
 
     def send(self, name: str, address: str, message: Any, payload: Payload) -> None:
-        """Send a message, if its queue has room. A connection is made first if there is none."""
+        """Send a message, if its queue has room. A connection is made first if there is none.
+
+        Args:
+            name: Name of the receiver.
+            address: Its address.
+            message: The message.
+            payload: Its arrays.
+
+        Raises:
+            ConfigError: The arrays are larger than a message may be.
+        """
         if name not in self._sockets:
             socket = self._context.socket(zmq.DEALER)
             socket.linger = 0

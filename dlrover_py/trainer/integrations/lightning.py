@@ -188,7 +188,14 @@ class ElasticStrategy(DDPStrategy):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Weigh the loss, so that the gradient is the mean over the step, and propagate it."""
+        """Weigh the loss, so that the gradient is the mean over the step, and propagate it.
+
+        Args:
+            closure_loss: the loss of one micro-batch.
+            optimizer: the optimizer of the step.
+            args: further arguments of Lightning's strategy.
+            kwargs: its further named arguments.
+        """
         if self._run is not None:
             closure_loss = self._run.step.weigh(closure_loss)
         return super().backward(closure_loss, optimizer, *args, **kwargs)
