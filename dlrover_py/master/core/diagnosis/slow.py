@@ -124,7 +124,10 @@ class SlowJob:
         return SlowWatch(ranks=ranks, earlier=earlier)
 
     def _window(self) -> Window:
-        """Return the window that is complete on all members."""
+        """Return what each member did per step, from the begin of the window until now.
+
+        Each member must have made a step since then. Times of saves and loads do not count.
+        """
         nodes, times = {}, []
         addresses = Counter(report.offer.addr for report in self._newest.values())
         node_at = {r.offer.addr: str(n) for n, r in self._newest.items()}
