@@ -77,13 +77,36 @@ class OperatorPages:
             await forwards
 
     async def _forward_always(self) -> None:
-        """Forward the port to the present Pod of the operator, and to each later one."""
+        """Forward the port to the present Pod of the operator, and to each later one.
+
+        Raises:
+            ConfigError: there was no first connection, or another program has taken the port.
+            DLRoverError: as :meth:`_forward`, before the first connection.
+        """
         await self._forward(first=True)
         while True:
             click.echo("the connection to the operator is lost; it is made again", err=True)
-            with contextlib.suppress(DLRoverError):
-                await self._forward(first=False)
+            await self._reconnect()
+
+    async def _reconnect(self) -> None:
+        """Connect again and again, until a connection has been made and was lost.
+
+        Each reason why there is none is printed once.
+
+        Raises:
+            ConfigError: another program has taken the port. A browser would send it the token.
+        """
+        told = ""
+        while True:
             await asyncio.sleep(RETRY_S)
+            _refuse_if_taken(self._port)
+            try:
+                await self._forward(first=False)
+                return
+            except DLRoverError as error:
+                if str(error) != told:
+                    told = str(error)
+                    click.echo(f"there is no connection yet: {told}", err=True)
 
     async def _forward(self, *, first: bool) -> None:
         """Run ``kubectl`` until it ends.
@@ -172,13 +195,28 @@ def _arguments(pod: Obj) -> list[str]:
 
 def _free_port() -> int:
     """Return :data:`PORT` if nobody listens there, or else 0, for which kubectl takes any."""
+    try:
+        _refuse_if_taken(PORT)
+    except ConfigError:
+        return 0
+    return PORT
+
+
+def _refuse_if_taken(port: int) -> None:
+    """Refuse a port at which another program listens.
+
+    Raises:
+        ConfigError: one does.
+    """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", PORT))
-        except OSError:
-            return 0
-    return PORT
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ConfigError(
+                f"127.0.0.1:{port}: {error.strerror}: another program may answer there now, so the "
+                "link must not be used any more"
+            ) from error
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:

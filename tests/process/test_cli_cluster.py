@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -18,7 +19,7 @@ from dlrover_py.protocol.errors import ConfigError
 from tests import jsonform
 from tests.builders import job_file
 from tests.fakes_kube import FakeCluster
-from tests.process.harness import BIN, Place
+from tests.process.harness import BIN, Place, free_port
 
 AGENT = (
     '{"at": "2026-01-01T00:00:00.000+00:00", "level": "info", "event": "round_started", '
@@ -620,33 +621,61 @@ async def test_the_shell_completes_names(
     assert said.splitlines() == [f"plain,{name}" for name in names]
 
 
+OPERATOR_POD: Obj = {
+    "metadata": {
+        "name": "op",
+        "namespace": "ml",
+        "labels": {"app.kubernetes.io/name": "dlrover-operator"},
+    },
+    "spec": {"containers": [{"name": "o", "image": "op", "args": ["--dashboard-port=8090"]}]},
+    "status": {"conditions": [{"type": "Ready", "status": "True"}]},
+}
+
+
+def kubectl_that(does: str, folder: Path) -> dict[str, str]:
+    """A program in place of kubectl. The real one is run in tests/cluster/test_cli.py."""
+    program = folder / "kubectl"
+    program.write_text(f"#!/bin/sh\n{does}\n")
+    program.chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
 async def test_the_operators_pages_need_an_operator_that_serves_them(
     terminal: Terminal, tmp_path: Path
 ) -> None:
-    """The connection itself is tested with a real kubelet, in tests/cluster/test_cli.py."""
-    program = tmp_path / "kubectl"
-    program.write_text("#!/bin/sh\necho error: lost connection to pod\nexit 1\n")
-    program.chmod(0o755)
-    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    path = kubectl_that("echo error: lost connection to pod; exit 1", tmp_path)
 
     async def refused() -> str:
         return await terminal.call("--operator", "-n", "ml", of="dashboard", code=2, env=path)
 
     assert "found no operator that is ready in the namespace ml" in await refused()
-    pod = {
-        "metadata": {
-            "name": "op",
-            "namespace": "ml",
-            "labels": {"app.kubernetes.io/name": "dlrover-operator"},
-        },
-        "spec": {"containers": [{"name": "operator", "image": "op", "args": ["--tls"]}]},
-        "status": {"conditions": [{"type": "Ready", "status": "True"}]},
-    }
-    terminal.cluster.put(PODS, pod)
+    without = {"containers": [{"name": "operator", "image": "op", "args": ["--tls"]}]}
+    terminal.cluster.put(PODS, OPERATOR_POD | {"spec": without})
     assert "serves no pages: set dashboard.enabled=true" in await refused()
-    pod["spec"] = {"containers": [{"name": "o", "image": "op", "args": ["--dashboard-port=8090"]}]}
-    terminal.cluster.put(PODS, pod)
+    terminal.cluster.put(PODS, OPERATOR_POD)
     assert "kubectl port-forward has ended: error: lost connection to pod" in await refused()
     nowhere = {"PATH": str(tmp_path / "empty")}
     told = await terminal.call("--operator", of="dashboard", code=2, env=nowhere)
     assert "found no kubectl in PATH" in told
+
+
+async def test_a_lost_way_to_the_operators_pages_says_why_once_and_gives_no_port_away(
+    terminal: Terminal, tmp_path: Path
+) -> None:
+    terminal.cluster.put(PODS, OPERATOR_POD)
+    port = free_port()
+    path = kubectl_that(f"echo 'Forwarding from 127.0.0.1:{port} -> 8090'", tmp_path)
+    flags = ("--operator", "-n", "ml", "--port", str(port))
+    command = await terminal.start(*flags, of="dashboard", env=path)
+    assert command.stdout is not None
+    assert command.stderr is not None
+    assert f":{port}" in (await asyncio.wait_for(command.stdout.readline(), 60)).decode()
+    terminal.cluster.remove(PODS, "op", "ml")
+    said = ""
+    while "no connection yet: found no operator" not in said:
+        said += (await asyncio.wait_for(command.stderr.readline(), 60)).decode()
+    with socket.create_server(("127.0.0.1", port)):
+        said += (await asyncio.wait_for(command.stderr.read(), 60)).decode()
+    assert await command.wait() == 2
+    assert said.count("no connection yet") == 1
+    assert "another program may answer there now" in said
