@@ -150,14 +150,15 @@ def test_the_operators_pages_are_reached_also_after_its_pod_is_deleted(
         with urllib.request.urlopen(f"{link}/enter", timeout=10) as answer:
             return str(answer.read().decode())
 
-    command = subprocess.Popen(
-        [str(DLROVER), "dashboard", "--operator", "-n", operator],
-        env=cluster.env,
-        cwd=tmp_path,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=(tmp_path / "told").open("w"),
-    )
+    with (tmp_path / "told").open("w") as told_file:
+        command = subprocess.Popen(
+            [str(DLROVER), "dashboard", "--operator", "-n", operator],
+            env=cluster.env,
+            cwd=tmp_path,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=told_file,
+        )
     try:
         assert command.stdout is not None
         link = command.stdout.readline().split()[-1]

@@ -415,7 +415,7 @@ def test_a_spec_that_is_refused_stops_neither_suspend_nor_scale_nor_a_new_master
     run = job(there, agent_image, replicas=1)
     before = run.runs(1)
     run.patch({"replicaSpecs": {"worker": {"template": {"spec": {"containers": "x"}}}}})
-    run.patch({"replicaSpecs": {"ps": {"replicas": 1}}})
+    run.patch({"replicaSpecs": {"chief": {"replicas": 1}}})
     run.until(lambda: run.condition("Accepted").get("status") == "False", "the edit is refused")
     label = "elasticjob.dlrover/replica-type=dlrover-master"
     run.kubectl("delete", "pod", "-l", label, "--wait=false")
