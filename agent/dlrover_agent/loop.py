@@ -310,7 +310,7 @@ class Agent:
             await self._close()
 
     async def _stay_until_stored(self) -> None:
-        """Wait until this node's checkpoints are stored, within the grace period.
+        """Wait until this node's checkpoints are stored or copied, within the grace period.
 
         The grace period is that of the final assignment, and begins when the agent was asked to
         end. The ``stay_until_stored`` field of this assignment decides whether the agent waits. The
@@ -330,7 +330,7 @@ class Agent:
                 while newest is None or newest.directive is not Directive.STOP:
                     newest = await self._next_assignment()
         if newest is not None and newest.stay_until_stored:
-            why = "the checkpoints in its memory are being written to storage"
+            why = "the checkpoints in its memory are being stored, or copied to other nodes"
             log.info("agent_waits_for_storage", extra={"why": why})
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline_start + newest.stop_grace_s):

@@ -740,14 +740,17 @@ class Assignment(Wire):
     """The settings of the workers' data loaders; None if none were ever changed."""
     peer: ReplicationPeer | None = None
     """The node of whose memory this node must keep a replica; None if there is none."""
+    peer_checkpoint: CheckpointReference | None = None
+    """The checkpoint that this node must copy from ``peer``, which leaves. None: it copies what the
+    loss of one node must not cost."""
     persist: PersistRequest | None = None
     """The checkpoint that this node must write to storage; None if there is none."""
     snapshot: Count = 0
     """The number of the newest snapshot of all ranks that was requested; 0 if there was none. The
     agent takes it and sends a ``NodeSnapshot``."""
     stay_until_stored: bool = False
-    """With STOP: after its workers have ended, the agent stays until its memory is stored, but no
-    longer than the grace period."""
+    """With STOP: after its workers have ended, the agent stays until its memory is stored, or
+    copied to nodes that stay, but no longer than the grace period."""
     master_disconnected: bool = False
     """True if the master is disconnected from its platform: another master may have replaced it."""
     exchange_s: Annotated[float, Field(gt=0)] = _TIMING.exchange_s

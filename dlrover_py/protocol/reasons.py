@@ -603,6 +603,11 @@ class EventReason(StrEnum):
     """Warning: A checkpoint was not stored. The message says what went wrong. The next checkpoint
     is tried as usual."""
 
+    CHECKPOINT_NOT_COPIED = "CheckpointNotCopied"
+    """Warning: Nodes have left by plan with parts of the newest checkpoint, which is not in
+    storage. No node that stays has copied them in time. The next round goes back to an older one,
+    unless its workers have loaded these parts before."""
+
     # --- Checks ---
 
     CHECK_STARTED = "CheckStarted"

@@ -473,8 +473,12 @@ def test_who_is_asked_to_go_stores_what_is_newest(place: Place, shm: Path) -> No
         assert max(its.stored) == new
 
 
-def test_a_change_that_is_planned_repeats_no_step(place: Place, shm: Path) -> None:
-    """They train all the time, and all end after the same step, which is saved."""
+@pytest.mark.parametrize("stored", [True, False], ids=["with a directory", "in memory only"])
+def test_a_change_that_is_planned_repeats_no_step(place: Place, shm: Path, stored: bool) -> None:
+    """They train all the time, and all end after the same step, which is saved.
+
+    Without a directory, a node that leaves waits until its part is copied to one that stays.
+    """
 
     def beyond(step: int) -> bool:
         return its.at() > step
@@ -483,7 +487,9 @@ def test_a_change_that_is_planned_repeats_no_step(place: Place, shm: Path) -> No
         found = its.lines(f"^stopped {former.round} ")
         return found if len(found) >= former.world_size else None
 
-    with training(place, "sharded", gate=OPEN, replicas=3, minReplicas=1, hosts=3) as its:
+    policy: dict[str, object] = {} if stored else {"dir": None}
+    nodes: dict[str, Any] = {"replicas": 3, "minReplicas": 1, "hosts": 3}
+    with training(place, "sharded", gate=OPEN, checkpoint=policy, **nodes) as its:
         status = its.run.running(3)
         its.loaded(status)
         victim = members(status)[1].id

@@ -42,6 +42,7 @@ class Desk:
     def __init__(self, *nodes: NodeId, round_number: int = 1, replicas: bool = True) -> None:
         self.core = Checkpoints()
         self.now, self.term, self.seq = 0.0, Term(1), 0
+        self.leaving: set[NodeId] = set()
         self.said: dict[NodeId, dict[str, Any]] = {}
         self.notes: list[str] = []
         self.reassigned: set[NodeId] = set()
@@ -68,7 +69,9 @@ class Desk:
         if self.request is not None:
             self.answer = self.request.serve(self.core, self.now, self.term)
             self.request = self.request if self.answer is None else None
-        out = self.core.look(self.now, 1e6 + self.now, term=self.term, persist_s=PERSIST_S)
+        out = self.core.look(
+            self.now, 1e6 + self.now, term=self.term, persist_s=PERSIST_S, leaving=self.leaving
+        )
         self.notes += [note.reason for note in out.notes]
         self.reassigned = set(out.reassign)
         for number, found in out.answers:
@@ -517,6 +520,172 @@ def test_the_newest_set_is_stored_once_the_workers_have_ended() -> None:
     assert {N0, N1} <= desk.reassigned
 
 
+# --- copies from nodes that leave ---
+
+
+class Change:
+    """A planned change of a job without a storage, in which nodes leave after a last step, 6."""
+
+    def __init__(self, leaving: Iterable[NodeId], *staying: NodeId, until: float = 30.0) -> None:
+        self.leaving = sorted(leaving)
+        nodes = sorted([*self.leaving, *staying])
+        self.ranks = {node: rank for rank, node in enumerate(nodes)}
+        self.desk = desk = Desk(*nodes)
+        for node in nodes:
+            self.hold(node, 5)
+        self.copy(*staying, step=5)
+        desk.leaving = set(self.leaving)
+        desk.core.request_flush("", nodes, 1, now=desk.now, until=until, stay=True, copy=True)
+        if staying:
+            desk.core.new_round(2, [(n, (n,)) for n in staying], replicas=True)
+        desk.look()
+
+    def hold(self, node: NodeId, *steps: int, **more: Any) -> None:
+        """The node has its own part of these steps, and what it has copied."""
+        old = self.desk.said[node].get("memory", [])
+        mine = [held(s, self.ranks[node], world=len(self.ranks)) for s in steps]
+        self.desk.say(node, memory=[*mine, *(h for h in old if h.replica)], **more)
+
+    def copy(self, *nodes: NodeId, step: int) -> None:
+        """Each of these nodes has copied the parts of all nodes that leave."""
+        for node in nodes:
+            ranks = [self.ranks[n] for n in self.leaving]
+            copies = [held(step, r, world=len(self.ranks), replica=True) for r in ranks]
+            self.desk.say(node, memory=[*self.desk.said[node]["memory"], *copies])
+
+    def end(self, *nodes: NodeId) -> None:
+        """The workers of these nodes have saved step 6 and ended."""
+        for node in nodes:
+            self.hold(node, 5, 6, memory_round=2)
+
+    def heirs(self) -> dict[NodeId, tuple[NodeId, int]]:
+        """From which leaving node each node has to copy which step."""
+        core = self.desk.core
+        found: dict[NodeId, tuple[NodeId, int]] = {}
+        for node in self.ranks:
+            wanted, peer = core.copies.checkpoint(node), core.copies.peer(node)
+            if wanted is not None and peer is not None:
+                found[node] = NodeId(peer.node), wanted.step
+        return found
+
+    def stay(self) -> set[NodeId]:
+        return {node for node in self.leaving if self.desk.core.holds(node)}
+
+
+def test_a_node_that_leaves_stays_until_another_has_its_part_of_the_last_step() -> None:
+    change = Change([N1], N0)
+    assert change.stay() == {N1}, "its workers still run, and may save"
+    change.end(N1)
+    assert change.stay() == {N1}, "step 6 is not complete before n0 reports its part"
+    change.end(N0)
+    assert (change.heirs(), change.stay()) == ({N0: (N1, 6)}, {N1})
+    assert {N0, N1} <= change.desk.reassigned
+    change.copy(N0, step=6)
+    assert (change.heirs(), change.stay()) == ({}, set())
+    assert N1 in change.desk.reassigned
+    change.desk.core.drop(N1)
+    assert change.desk.steps()[0] == 6
+    assert not change.desk.notes
+
+
+def test_the_next_round_waits_for_the_part_of_a_node_that_leaves() -> None:
+    change = Change([N1], N0)
+    change.end(N0)
+    change.desk.core.ask(1, 2, until=10.0)
+    change.desk.look()
+    assert not change.desk.answers, "n1 may still have saved step 6"
+    change.end(N1)
+    assert not change.desk.answers, "n1 must not go while its memory is read"
+    change.copy(N0, step=6)
+    assert change.desk.answers[1][0] == 6
+    (own, copy) = change.desk.core.memory.locations(checkpoint_id(6)).locations
+    assert (own.node, copy.node) == (N0, N0), "n1 may be gone in the next moment"
+
+
+def test_a_node_that_leaves_stays_while_its_memory_may_be_read() -> None:
+    """The copy takes longer than workers wait, so they load from the node that leaves."""
+    change = Change([N1], N0)
+    change.end(N0, N1)
+    change.desk.core.ask(1, 2, until=10.0)
+    change.desk.look(10.0)
+    assert change.desk.answers[1][0] == 6
+    change.copy(N0, step=6)
+    assert change.stay() == {N1}
+    change.desk.core.ask(2, 2, until=20.0)
+    change.desk.look()
+    assert change.desk.answers[2][0] == 6, "nothing new is waited for"
+    change.desk.say(N0, memory=[held(7, 0, world=1, round_number=2)])
+    assert change.stay() == set()
+
+
+def test_nodes_that_leave_together_are_copied_one_after_the_other() -> None:
+    """They have copied each other, which helps nobody."""
+    change = Change([N1, N2], N0)
+    change.copy(N1, N2, step=5)
+    change.end(N0, N1, N2)
+    assert (change.heirs(), change.stay()) == ({N0: (N1, 6)}, {N1, N2})
+    mine = change.desk.said[N0]["memory"]
+    change.desk.say(N0, memory=[*mine, held(6, 1, world=3, replica=True)])
+    assert (change.heirs(), change.stay()) == ({N0: (N2, 6)}, {N2})
+    change.copy(N0, step=6)
+    assert (change.heirs(), change.stay()) == ({}, set())
+
+
+def test_several_nodes_that_stay_share_the_copies() -> None:
+    change = Change([N2, N3], N0, N1)
+    change.end(N0, N1, N2, N3)
+    assert sorted(change.heirs().values()) == [(N2, 6), (N3, 6)]
+    (lost,) = (heir for heir, (source, _) in change.heirs().items() if source == N2)
+    change.desk.core.drop(lost)
+    change.desk.look()
+    assert change.stay() == set(), "with its own part, step 6 is lost"
+
+
+def test_at_the_end_of_its_grace_a_node_is_let_go_with_a_warning() -> None:
+    change = Change([N1], N0, until=30.0)
+    change.end(N0, N1)
+    change.desk.look(29.0)
+    assert change.stay() == {N1}
+    change.desk.look(30.0)
+    assert (change.stay(), change.desk.notes) == (set(), ["CheckpointNotCopied"])
+    assert N1 in change.desk.reassigned
+
+
+def test_a_node_whose_workers_do_not_end_is_copied_after_half_of_its_grace() -> None:
+    change = Change([N1], N0, until=30.0)
+    change.hold(N1, 6)
+    change.end(N0)
+    assert change.heirs() == {}
+    change.desk.look(15.0)
+    assert change.heirs() == {N0: (N1, 6)}
+
+
+def test_where_no_node_stays_a_warning_says_what_is_lost() -> None:
+    change = Change([N0, N1])
+    change.end(N0, N1)
+    assert (change.stay(), change.desk.notes) == (set(), ["CheckpointNotCopied"])
+
+
+def test_what_another_node_has_anyway_is_not_copied() -> None:
+    desk = Desk(N0, N1)
+    desk.leaving = {N1}
+    desk.core.request_flush("", [N0, N1], 1, now=0.0, until=30.0, stay=True, copy=True)
+    for rank, node in enumerate((N0, N1)):
+        desk.say(node, memory=[held(6, rank, part="all")], memory_round=2)
+    assert not desk.core.holds(N1)
+    assert not desk.notes
+
+
+def test_what_cannot_be_stored_is_copied() -> None:
+    change = Change([N1], N0)
+    change.desk.say(N0, stores=True)
+    change.end(N0, N1)
+    assert (change.heirs(), len(change.desk.orders())) == ({}, 2)
+    for _ in range(2):
+        change.desk.persisting(N0, PersistPhase.FAILED)
+    assert (change.heirs(), change.stay()) == ({N0: (N1, 6)}, {N1})
+
+
 # --- what a user asks for ---
 
 
@@ -833,18 +1002,18 @@ def test_pairs_stay_when_another_node_is_replaced() -> None:
 def test_one_node_has_no_peer() -> None:
     assert peers([(N0, ())], {}) == {}
     desk = Desk(N0, N1, replicas=False)
-    assert desk.core.peer(N0) is None
+    assert desk.core.copies.peer(N0) is None
 
 
 def test_a_peer_is_told_with_its_port_and_told_again_when_that_changes() -> None:
     desk = Desk(N0, N1)
-    peer = desk.core.peer(N0)
+    peer = desk.core.copies.peer(N0)
     assert peer is not None
     assert (peer.node, peer.port) == ("n1", 7001)
     desk.say(N1, transfer_port=7101)
     assert desk.reassigned == {N0}
     desk.say(N1, transfer_port=0)
-    assert desk.core.peer(N0) is None
+    assert desk.core.copies.peer(N0) is None
 
 
 # --- whatever happens ---
@@ -894,6 +1063,7 @@ EVENTS = st.one_of(
     st.tuples(st.just("old"), st.sampled_from(NODES), st.sampled_from(list(PersistPhase))),
     st.tuples(st.just("round")),
     st.tuples(st.just("wish")),
+    st.tuples(st.just("leave"), st.sampled_from(NODES)),
     st.tuples(st.just("asked"), st.integers(1, 2)),
     st.tuples(st.just("stored"), st.integers(1, 5), st.sampled_from([0.0, 1e6, 4e9])),
     st.tuples(st.just("master")),
@@ -947,8 +1117,16 @@ def test_no_sequence_of_events_breaks_what_is_promised(events: list[tuple[Any, .
                 desk.core.new_round(round_number, [(n, (n,)) for n in desk.said], replicas=True)
             case "wish":
                 desk.core.request_flush(
-                    "", desk.said, round_number, now=desk.now, until=desk.now + 10, stay=True
+                    "",
+                    desk.said,
+                    round_number,
+                    now=desk.now,
+                    until=desk.now + 10,
+                    stay=True,
+                    copy=bool(desk.leaving),
                 )
+            case "leave":
+                desk.leaving ^= {words[0]}
             case "asked":
                 desk.request = StoreRequest(str(words[0]), desk.now + 10)
             case "stored" if N0 in desk.said:
@@ -974,6 +1152,11 @@ def test_no_sequence_of_events_breaks_what_is_promised(events: list[tuple[Any, .
         for found in desk.core.memory.candidates():
             there = covered(memory.values(), found.step, found.timeline)
             assert there == {"a", "b"}, f"step {found.step}: {there}"
+        for node in desk.said:
+            if desk.core.copies.checkpoint(node) is not None:
+                peer = desk.core.copies.peer(node)
+                assert peer is None or (peer.node in memory and desk.core.holds(NodeId(peer.node)))
+                assert peer is None or peer.node != node
         orders = desk.orders()
         assert len({o.attempt for o in orders.values()}) <= 1, "one order at a time"
         assert sum(bool(o.writers) for o in orders.values()) <= 1

@@ -2045,6 +2045,40 @@ def test_what_a_node_holds_is_stored_before_a_smaller_wish_lets_it_go() -> None:
     assert bench.job.live.checkpoints.storage.step == 7
 
 
+@pytest.mark.parametrize("how", ["scaled", "drained", "too few stay"])
+def test_what_a_node_holds_is_copied_before_it_goes_if_there_is_no_storage(how: str) -> None:
+    bench = running(elastic_job(2, 2 if how == "too few stay" else 1))
+    for agent in bench.living():
+        agent.stores = False
+        agent.save(7, persist=False)
+    bench.settle()
+    if how == "scaled":
+        bench.change(bench.spec.scaled(1))
+        bench.pass_time(bench.rules.settle_s)
+    else:
+        bench.set_capacity(2)  # no replacement has room
+        bench.agent("n1").leaving = "the agent received SIGTERM"
+    bench.settle()
+    heir, goes = bench.agent("n0"), bench.agent("n1").assignment
+    assert goes is not None
+    assert (goes.directive, goes.stay_until_stored) == (Directive.STOP, True)
+    told = heir.assignment
+    assert told is not None
+    assert told.directive is (Directive.WAIT if how == "too few stay" else Directive.RUN)
+    assert told.peer is not None
+    assert told.peer_checkpoint is not None
+    assert (told.peer.node, told.peer_checkpoint.step) == ("n1", 7)
+    (part,) = bench.agent("n1").memory
+    heir.memory = [*heir.memory, part.model_copy(update={"replica": True})]
+    bench.settle()
+    goes, told = bench.agent("n1").assignment, heir.assignment
+    assert goes is not None
+    assert not goes.stay_until_stored
+    assert told is not None
+    assert told.peer_checkpoint is None
+    assert EventReason.CHECKPOINT_NOT_COPIED not in bench.reasons()
+
+
 def test_what_is_newest_at_the_end_of_a_job_is_stored() -> None:
     bench = running(elastic_job(2, 2))
     for agent in bench.living():

@@ -202,6 +202,25 @@ def test_all_nodes_copy_the_same_set_where_ranks_have_different_parts() -> None:
     assert [pull.name for pull in plan(theirs, held).pulls] == ["0.2"]
 
 
+def test_of_a_peer_that_leaves_the_wanted_set_is_copied_marked_or_not() -> None:
+    theirs = [("0.0", mark(2, 5, copied=True)), ("0.1", header(2, 7)), ("peer-1.0", header(1, 7))]
+    held = [("0.0", mark(3, 5, copied=True)), ("peer-2.0", mark(2, 5)), ("peer-2.1", mark(2, 4))]
+    assert plan(theirs, held) == ReplicationPlan(), "the loss of one node costs what follows step 5"
+    todo = plan(theirs, held, checkpoint_id(7))
+    assert [(pull.name, pull.to) for pull in todo.pulls] == [
+        ("peer-1.0", "peer-1.0"),
+        ("0.1", "peer-2.1"),
+    ]
+    held = carried_out(todo, held)
+    assert plan(theirs, held, checkpoint_id(7)) == ReplicationPlan()
+    assert plan(theirs, held).spare == (), "the next round has not loaded it yet"
+
+
+def test_of_a_peer_that_leaves_without_the_wanted_set_nothing_is_copied_or_removed() -> None:
+    held = [("0.0", header(3, 1, round=2)), ("peer-0.0", header(0, 9))]
+    assert plan([("0.0", header(2, 1, round=2))], held, checkpoint_id(7)) == ReplicationPlan()
+
+
 def mark(rank: int, step: int, *, round: int = 1, copied: bool = False) -> SlotHeader:
     return replace(header(rank, step, round=round), copy=True, copied=copied)
 

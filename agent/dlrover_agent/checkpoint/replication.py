@@ -134,7 +134,11 @@ def newest(found: Iterable[tuple[object, SlotHeader]]) -> CheckpointId | None:
     return max(covers, key=lambda one: (len(covers[one]), one), default=None)
 
 
-def plan(peer_slots: Sequence[NamedHeader], local_slots: Sequence[NamedHeader]) -> ReplicationPlan:
+def plan(
+    peer_slots: Sequence[NamedHeader],
+    local_slots: Sequence[NamedHeader],
+    wanted: CheckpointId | None = None,
+) -> ReplicationPlan:
     """Decide what of the peer's memory is copied.
 
     Ranks of one shard group hold the same part of the state. If a job has several shard groups, its
@@ -145,26 +149,36 @@ def plan(peer_slots: Sequence[NamedHeader], local_slots: Sequence[NamedHeader]) 
     Args:
         peer_slots: Names and headers of the slots on the peer.
         local_slots: Names and headers of the slots on this node.
+        wanted: The checkpoint to copy, because the peer leaves. It need not be marked, and the peer
+            may have parts of it as replicas. None: the peer's most complete checkpoint is copied.
 
     Returns:
         A plan that copies those slots of the peer's most complete checkpoint that are not on this
         node. No copy overwrites a slot of the most complete replica. The plan is empty if the peer
-        has no slots of its own. It is empty too while a mark is still missing in the newest
-        timeline of the peer, if older timelines have marks.
+        has no slots of its own, or not the wanted checkpoint. It is empty too while a mark is still
+        missing in the newest timeline of the peer, if older timelines have marks.
     """
-    at_peer = [(name, s) for name, s in peer_slots if _OWN.fullmatch(name) and not s.private_only]
+    at_peer = [
+        (name, s)
+        for name, s in peer_slots
+        if not s.private_only and (_OWN.fullmatch(name) or s.id == wanted)
+    ]
     own = [(name, s) for name, s in local_slots if _OWN.fullmatch(name)]
     copies = {name: s for name, s in local_slots if _COPY.fullmatch(name)}
     marked_at_peer = _marked_slots(at_peer)
     marked = _valid_marks(marked_at_peer, _marked_slots(own)) or _marks_of_replicas(
         copies, at_peer, own
     )
-    desired = newest((_worker_number(name), s) for name, s in marked_at_peer or at_peer)
-    if desired is None or (
+    desired = wanted or newest((_worker_number(name), s) for name, s in marked_at_peer or at_peer)
+    if wanted is not None:
+        if not any(s.id == wanted for _, s in at_peer):
+            return ReplicationPlan()
+    elif desired is None or (
         marked and not marked_at_peer and max(marked).timeline_key < desired.timeline_key
     ):
         # The peer will soon mark a checkpoint of this timeline. Another one would be of no use.
         return ReplicationPlan()
+    assert desired is not None
     ranks = {s.rank: (name, s) for name, s in at_peer if s.id == desired}
     counting = [s for s in copies.values() if s.id in marked and s.rank in ranks]
     kept = newest((s.rank, s) for s in counting or copies.values())
@@ -307,6 +321,7 @@ class Replicator:
         self._mb_per_s = mb_per_s
         self._bucket = TokenBucket(mb_per_s * 1e6, mb_per_s * 1e6 * BURST_S, time.monotonic())
         self._peer: ReplicationPeer | None = None
+        self._wanted: CheckpointId | None = None
         self._peer_changed = asyncio.Event()
         self._closing = threading.Event()
         self._connection: TransferConnection | None = None
@@ -316,7 +331,7 @@ class Replicator:
         self.trouble = ""
         """Why there are no newer replicas, in one line; empty if all is well."""
 
-    def follow(self, peer: ReplicationPeer | None) -> None:
+    def follow(self, peer: ReplicationPeer | None, wanted: CheckpointId | None = None) -> None:
         """Replicate this peer from now on; replicas of another peer stay until they are replaced.
 
         The copies are made by the task of :meth:`run`. A change of the peer breaks off a copy that
@@ -326,11 +341,13 @@ class Replicator:
         Args:
             peer: Peer that the master has assigned. None: no peer is replicated, and all replicas
                 stay.
+            wanted: The checkpoint to copy, because the peer leaves; None for what a loss of the
+                peer must not cost.
         """
         if peer is not None and not peer.port:
             peer = None
-        if peer != self._peer:
-            self._peer = peer
+        if (peer, wanted) != (self._peer, self._wanted):
+            self._peer, self._wanted = peer, wanted
             self._abandon_connection()
             self._peer_changed.set()
 
@@ -428,7 +445,8 @@ class Replicator:
             if self._closing.is_set() or peer != self._peer:
                 connection.abandon()
         try:
-            next_plan = plan(self._of_this_job(connection.slots()), self._local_slots())
+            slots = self._of_this_job(connection.slots())
+            next_plan = plan(slots, self._local_slots(), self._wanted)
             self._make_room(next_plan)
             for pull in next_plan.pulls:
                 self._pull_checked(connection, pull)

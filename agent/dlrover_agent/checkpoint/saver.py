@@ -331,7 +331,8 @@ class Saver:
         if assignment.checkpoint and assignment.checkpoint != self._policy_text:
             self._policy_text = assignment.checkpoint
             self._read_policy()
-        self._follow(assignment.peer)
+        wanted = assignment.peer_checkpoint
+        self._follow(assignment.peer, wanted.id if wanted is not None else None)
         new, old = assignment.persist, self._request
         if old is not None and (new is None or new.attempt != old.attempt):
             self._persister.say(CancelWrite(attempt=old.attempt), start=False)
@@ -366,10 +367,11 @@ class Saver:
         except ValueError as error:
             log.warning("checkpoint_policy_invalid", extra={"why": str(error)[:1000]})
 
-    def _follow(self, peer: ReplicationPeer | None) -> None:
+    def _follow(self, peer: ReplicationPeer | None, wanted: CheckpointId | None) -> None:
         """Have the replicator copy this peer's checkpoints; start it if this is the first peer.
 
         None means that no peer is copied; existing replicas stay. Without memory nothing happens.
+        If the peer leaves, ``wanted`` is the checkpoint to copy.
         """
         policy = self._policy
         mb_per_s = policy.bandwidth / 1e6 if policy is not None and policy.bandwidth else 0.0
@@ -385,7 +387,7 @@ class Saver:
             )
             self._tasks.append(asyncio.create_task(self._replicas.run()))
         self._replicas.limit(mb_per_s)
-        self._replicas.follow(peer)
+        self._replicas.follow(peer, wanted)
 
     @property
     def _dir(self) -> str:

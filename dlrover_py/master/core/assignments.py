@@ -13,8 +13,8 @@ from dlrover_py.protocol.names import NodeId, id_key
 from dlrover_py.protocol.status import JobPhase
 
 COSMETIC_FIELDS = (
-    *("checkpoint", "loader", "snapshot", "peer", "persist", "stay_until_stored", "last_step_s"),
-    "log_rules",
+    *("checkpoint", "loader", "snapshot", "peer", "peer_checkpoint", "persist"),
+    *("stay_until_stored", "last_step_s", "log_rules"),
 )
 """Fields of an assignment that change nothing about the workers."""
 
@@ -120,6 +120,7 @@ class Assignments:
             world = self.live.checking[node.id]
         rank = world.rank_of[node.id] if world is not None else 0
         place = world.members[rank] if world is not None else None
+        copies = self.live.checkpoints.copies.checkpoint(node.id)
         assignment = Assignment(
             term=self.state.term,
             version=max(old.version if old is not None else 0, node.acknowledged) + 1,
@@ -156,7 +157,12 @@ class Assignments:
             snapshot=self.live.snapshot if directive is Directive.RUN else 0,
             log_rules=self._log_rules(),
             loader=self.state.tuning.settings(),
-            peer=self.live.checkpoints.peer(node.id) if directive is Directive.RUN else None,
+            peer=(
+                self.live.checkpoints.copies.peer(node.id)
+                if directive is Directive.RUN or copies is not None
+                else None
+            ),
+            peer_checkpoint=copies,
             persist=self.live.checkpoints.persist_request(node.id, self.state.term),
             stay_until_stored=directive is Directive.STOP and self.live.checkpoints.holds(node.id),
         )

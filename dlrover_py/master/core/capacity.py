@@ -159,7 +159,8 @@ class Capacity:
             code: Exit code of its agent.
         """
         if self.state.trains(node.id, node.incarnation):
-            self._checkpointing.flush(f"node {node.id} is being removed", self.live.grace_s)
+            why_stored = f"node {node.id} is being removed"
+            self._checkpointing.flush(why_stored, self.live.grace_s, copy=True)
         self.live.nodes.leave(node, why)
         self.live.leave_checks(node.id)
         if node.incarnation:

@@ -54,25 +54,29 @@ class Checkpointing:
             world.round, members, replicas=spec is None or spec.replicas > 0
         )
 
-    def flush(self, why: str, grace_s: float, of: RoundMembers | None = None) -> None:
-        """Request that the newest checkpoint in memory is stored before its nodes go.
+    def flush(
+        self, why: str, grace_s: float, of: RoundMembers | None = None, *, copy: bool = False
+    ) -> None:
+        """Request that the newest checkpoint in memory is kept when its nodes go.
 
-        The write begins in a later :meth:`decide`, when the workers of the round have ended or half
-        of the time is over. Nodes that have to end stay until the write is done. The request is
-        ignored if the job has ended, there is no round, or checkpoints are known to be in memory
-        only. A second request for the same round only extends the first one.
+        It is stored or, with ``copy``, copied to nodes that stay. This begins in a later
+        :meth:`decide`, when the workers of the round have ended or half of the time is over. Nodes
+        that have to end stay until it is done. The request is ignored if the job has ended, or
+        there is no round. Without ``copy``, it is also ignored if checkpoints are known to be in
+        memory only. A second request for the same round only extends the first one.
 
         Args:
             why: The reason, in words.
             grace_s: Seconds after which the request ends without success.
             of: The round whose state it is; None for the current round.
+            copy: Whether some nodes leave, and others stay.
         """
         world = of or self.state.world
         if world is None or self.state.phase.ended:
             return
         until = self.live.now + grace_s
         self.live.checkpoints.request_flush(
-            why, world.rank_of, world.round, now=self.live.now, until=until, stay=True
+            why, world.rank_of, world.round, now=self.live.now, until=until, stay=True, copy=copy
         )
 
     def decide(self) -> None:
@@ -83,7 +87,11 @@ class Checkpointing:
         """
         self._serve_request()
         outcome = self.live.checkpoints.look(
-            self.live.now, self.live.wall, term=self.state.term, persist_s=self.live.rules.persist_s
+            self.live.now,
+            self.live.wall,
+            term=self.state.term,
+            persist_s=self.live.rules.persist_s,
+            leaving=self.live.nodes.leaving,
         )
         for note in outcome.notes:
             self.log.record(note.reason, note.message, warning=note.warning)

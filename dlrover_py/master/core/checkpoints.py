@@ -9,19 +9,19 @@ its own size, and not on what other nodes hold.
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from pydantic import dataclasses as records
 
+from dlrover_py.master.core.copies import Copies
 from dlrover_py.master.core.memory_index import MemoryIndex, NodeHoldings
-from dlrover_py.master.core.replica_pairs import Topology, peers
+from dlrover_py.master.core.replica_pairs import Topology
 from dlrover_py.protocol.agents import (
     AgentReport,
     MemoryCheckpoint,
     PersistPhase,
     PersistRequest,
-    ReplicationPeer,
     RestoreCandidate,
     RestoreCandidates,
     StoredCheckpoint,
@@ -63,6 +63,47 @@ class _PersistRun:
     done: set[NodeId] = field(default_factory=set)
     """Nodes whose shards are in storage."""
 
+    @classmethod
+    def begin(
+        cls, memory: MemoryIndex, key: CheckpointId, seed: object, *, now: float, until: float
+    ) -> "_PersistRun":
+        """Return a new attempt.
+
+        Each rank's slot is written by one node that has it, preferably the rank's own node. The
+        writer of the lowest rank commits the checkpoint.
+
+        Args:
+            memory: What the nodes hold.
+            key: The checkpoint, which must be complete.
+            seed: What makes the id of the attempt unique, with the checkpoint and the coordinator.
+            now: Monotonic time.
+            until: Monotonic time at which the attempt has failed.
+        """
+        writers = memory.writers(key)
+        ranks: dict[NodeId, list[int]] = {}
+        for rank, node in writers.items():
+            ranks.setdefault(node, []).append(rank)
+        coordinator = writers[min(writers)]
+        seeds = (memory.nodes[coordinator].boot, seed, key)
+        attempt = hashlib.sha256(repr(seeds).encode()).hexdigest()[:12]
+        return cls(key, memory.checkpoints[key].world, attempt, ranks, coordinator, now, until)
+
+    def request(self, node: NodeId, term: Term) -> PersistRequest | None:
+        """Return what the node has to write; None if that is nothing."""
+        if node not in self.ranks:
+            return None
+        coordinates = node == self.coordinator
+        return PersistRequest(
+            attempt=self.attempt,
+            step=self.id.step,
+            round=self.id.round,
+            timeline=self.id.timeline,
+            world=self.world,
+            ranks=self.ranks[node],
+            writers=sorted(self.ranks, key=id_key) if coordinates else [],
+            grant=term if coordinates and self.granted else None,
+        )
+
 
 @dataclass(slots=True)
 class _FlushRequest:
@@ -81,6 +122,8 @@ class _FlushRequest:
     attempt: str = ""
     """Id of its newest attempt. That attempt is not canceled for a newer checkpoint, because a
     round that still trains has a newer one after each step."""
+    copy: bool = False
+    """Whether nodes that stay copy the checkpoint from nodes that leave, if it is not stored."""
 
 
 @dataclass(slots=True)
@@ -116,6 +159,16 @@ class CheckpointOutcome:
     """Whether the journal has changed: what is in storage, or what a round has skipped."""
     wake_at: float = math.inf
     """Monotonic time of the next call, if nothing happens before."""
+
+    def note(self, reason: EventReason, message: str, *, warning: bool = False) -> None:
+        """Add an event to record.
+
+        Args:
+            reason: A fixed CamelCase word.
+            message: What has happened, in words.
+            warning: Whether it is a problem.
+        """
+        self.notes.append(CheckpointNote(reason, message, warning))
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +243,7 @@ class Checkpoints:
         """Why the last attempt to store a checkpoint failed; empty if it succeeded."""
         self.commits = self.failures = 0
         self.memory = MemoryIndex()
+        self.copies = Copies(self.memory)
         self.node_errors: dict[NodeId, str] = {}
         """Why a node's checkpoints are not as complete as they should be, in words."""
         self._round = 0
@@ -197,10 +251,6 @@ class Checkpoints:
         """Members of the round whose memory may still be changed by workers of an earlier round."""
         self.not_reported: set[NodeId] = set()
         """Nodes of an earlier term that have not yet reported to this master what they hold."""
-        self._source: dict[NodeId, NodeId] = {}
-        """The node whose memory is replicated, by the node that keeps the replica."""
-        self._replica_holder: dict[NodeId, NodeId] = {}
-        """The inverse of ``_source``."""
         self._run: _PersistRun | None = None
         self._attempts = 0
         self._flush: _FlushRequest | None = None
@@ -243,9 +293,7 @@ class Checkpoints:
         process of a node cancels an attempt of which this node has not written its part.
         """
         self.not_reported.discard(node)
-        known = self.memory.nodes.get(node)
-        if known is None:
-            known = self.memory.nodes[node] = NodeHoldings()
+        known = self.memory.nodes.setdefault(node, NodeHoldings())
         if known.boot and known.boot != report.boot_id:
             self._writer_lost(node, "has a new agent process")
         known.boot = report.boot_id
@@ -253,7 +301,7 @@ class Checkpoints:
             self._remember(node, known, report.memory)
         if (report.offer.addr, report.transfer_port) != (known.addr, known.transfer_port):
             known.addr, known.transfer_port = report.offer.addr, report.transfer_port
-            if holder := self._replica_holder.get(node):
+            if holder := self.copies.replica_holder.get(node):
                 self._outcome.reassign.add(holder)
         if report.memory_round != known.memory_round:
             known.memory_round = report.memory_round
@@ -308,9 +356,7 @@ class Checkpoints:
         self._not_confirmed = {n for n, _ in members if self.memory.memory_round_of(n) < number}
         if self._run is not None and not self._run.granted:
             self._cancel("a new round has begun")
-        old = self._source
-        self._source = peers(members, old) if replicas else {}
-        self._replica_holder = {source: holder for holder, source in self._source.items()}
+        self.copies.begin_round(members, replicas=replicas)
         self._needs_decision = True
 
     def end_round(self) -> None:
@@ -318,7 +364,7 @@ class Checkpoints:
 
         A running attempt to store a checkpoint goes on.
         """
-        self._source, self._replica_holder = {}, {}
+        self.copies.end_round()
 
     def request_flush(
         self,
@@ -329,13 +375,16 @@ class Checkpoints:
         now: float,
         until: float,
         stay: bool,
+        copy: bool = False,
     ) -> None:
-        """Request to store the newest complete checkpoint once the round's workers have ended.
+        """Request to keep the newest complete checkpoint once the round's workers have ended.
 
-        If they have not ended after half of the time, the write begins anyway. They may still make
-        the first checkpoint of all. So the request is ignored only if memory has a checkpoint and
-        no storage is known. A second request for the same round only extends the first one, and a
-        request for another round replaces it.
+        It is stored. With ``copy``, and if it cannot be stored, members of the round that stay copy
+        what only leaving nodes have. If the workers have not ended after half of the time, this
+        begins anyway. They may still make the first checkpoint of all. So a request without
+        ``copy`` is ignored only if memory has a checkpoint and no storage is known. A second
+        request for the same round only extends the first one, and a request for another round
+        replaces it.
 
         Args:
             why: The reason, in words.
@@ -343,18 +392,21 @@ class Checkpoints:
             round_number: Number of the round.
             now: Monotonic time.
             until: Monotonic time at which the request ends without success.
-            stay: Whether nodes that have to end wait for the write.
+            stay: Whether nodes that have to end wait for this.
+            copy: Whether some nodes leave, and others stay.
         """
-        if self.memory.checkpoints and not self.storable:
+        if self.memory.checkpoints and not (self.storable or copy):
             return
         old = self._flush
         if old is not None and old.round == round_number:
             old.until, old.stay = max(old.until, until), old.stay or stay
+            old.copy = old.copy or copy
+            self._needs_decision = True
             return
-        known = (n for n in members if n in self.memory.nodes)
-        waits = {n for n in known if self.memory.memory_round_of(n) <= round_number}
+        waits = {n for n in members if 0 <= self.memory.memory_round_of(n) <= round_number}
         settle_at = now + (until - now) / 2
-        self._flush = _FlushRequest(why, waits, round_number, settle_at, until, stay)
+        self._outcome.reassign |= self.copies.end_hand_over()
+        self._flush = _FlushRequest(why, waits, round_number, settle_at, until, stay, copy=copy)
         self._needs_decision = True
 
     def ask(self, number: int, round_number: int, until: float) -> None:
@@ -368,7 +420,15 @@ class Checkpoints:
         """
         self._queries.append(_RestoreQuery(number, round_number, until))
 
-    def look(self, now: float, wall: float, *, term: Term, persist_s: float) -> CheckpointOutcome:
+    def look(
+        self,
+        now: float,
+        wall: float,
+        *,
+        term: Term,
+        persist_s: float,
+        leaving: Collection[NodeId] = (),
+    ) -> CheckpointOutcome:
         """Decide what follows from all that was taken in; return what is new since the last call.
 
         At most one attempt to store a checkpoint runs at a time. It fails after ``persist_s``, or
@@ -379,7 +439,9 @@ class Checkpoints:
             wall: Unix time.
             term: Term of this master.
             persist_s: Seconds after which an attempt to store a checkpoint has failed.
+            leaving: Nodes that have to end.
         """
+        self.memory.leaving = frozenset(leaving)
         self._expire(now)
         if self._needs_decision:
             self._needs_decision = False
@@ -396,46 +458,20 @@ class Checkpoints:
 
     # --- Parts of a node's assignment ---
 
-    def peer(self, node: NodeId) -> ReplicationPeer | None:
-        """Return the peer whose memory the node replicates, with its address.
-
-        Returns:
-            None if the node replicates none, or its peer has reported no transfer server.
-        """
-        source = self._source.get(node)
-        known = self.memory.nodes.get(source) if source is not None else None
-        return (
-            self.memory.address(source)
-            if source is not None and known and known.transfer_port
-            else None
-        )
-
     def persist_request(self, node: NodeId, term: Term) -> PersistRequest | None:
         """Return what the node has to write to storage in the running attempt, or None.
 
         A node gets the same request until the attempt ends, also when its own part is written.
         """
-        run = self._run
-        if run is None or node not in run.ranks:
-            return None
-        coordinates = node == run.coordinator
-        return PersistRequest(
-            attempt=run.attempt,
-            step=run.id.step,
-            round=run.id.round,
-            timeline=run.id.timeline,
-            world=run.world,
-            ranks=run.ranks[node],
-            writers=sorted(run.ranks, key=id_key) if coordinates else [],
-            grant=term if coordinates and run.granted else None,
-        )
+        return None if self._run is None else self._run.request(node, term)
 
     def holds(self, node: NodeId) -> bool:
         """Return whether a node that has to end should stay, because its memory is being stored.
 
         A node should also stay while it has a checkpoint in memory and a request is open to store
         what may be lost, or while its workers, which use checkpoints, may still make one. That
-        applies only to requests for which nodes stay.
+        applies only to requests for which nodes stay. Once it is known what has to be copied, only
+        the nodes that have it stay.
         """
         run = self._run
         if run is not None and node in run.ranks and node not in run.done:
@@ -443,6 +479,8 @@ class Checkpoints:
         flush, known = self._flush, self.memory.nodes.get(node)
         if flush is None or not flush.stay or known is None:
             return False
+        if self.copies.wanted is not None:
+            return node in self.copies.heirs
         return bool(known.memory) or node in flush.waits
 
     def needed_until(self, node: NodeId) -> float:
@@ -481,9 +519,7 @@ class Checkpoints:
 
     def newest_complete(self) -> CheckpointId | None:
         """Return the newest complete checkpoint in memory that no round has skipped, or None."""
-        newest = sorted(self.memory.checkpoints, reverse=True)
-        complete = (k for k in newest if self.memory.is_complete(k))
-        return next((k for k in complete if not self._record.skips(k)), None)
+        return next((k for k in self.memory.complete() if not self._record.skips(k)), None)
 
     @property
     def writing(self) -> CheckpointId | None:
@@ -533,13 +569,12 @@ class Checkpoints:
 
     def _answer(self, now: float) -> None:
         """Answer the questions that are due; record what the current round continues from."""
-        if not self._queries:
-            return
         due = [q for q in self._queries if self._due(q, now)]
         if due:
             found = [c for c in self.memory.candidates() if not self._record.rejects(c.id)]
             self._outcome.answers += [(q.number, RestoreCandidates(candidates=found)) for q in due]
             self._queries = [q for q in self._queries if q not in due]
+            self.copies.loading = bool(self.copies.heirs)
             if any(q.round == self._round for q in due):
                 self._record_round_start(found)
 
@@ -547,13 +582,29 @@ class Checkpoints:
         """Return whether a question is to be answered now.
 
         The answer waits until all members of the question's round, and all nodes of an earlier
-        term, have listed their memory. It also waits for a commit that is granted. The time limit
-        of the question, or a newer round, ends the wait.
+        term, have listed their memory. It also waits for a commit that is granted, and for what
+        nodes of the round before still have to report or to hand over. The time limit of the
+        question, or a newer round, ends the wait.
         """
         known = question.round <= self._round and not (self._not_confirmed or self.not_reported)
         # A checkpoint whose commit is granted will be in storage, where the node looks next.
         known = known and not (self._run is not None and self._run.granted)
+        known = known and not self._is_left_open(question.round)
         return known or question.round < self._round or now >= question.until
+
+    def _is_left_open(self, round_number: int) -> bool:
+        """Return whether nodes of an earlier round may still add to what a round continues from.
+
+        Their workers may still run while the newest checkpoint is not complete. Or they have a part
+        of it that is being copied.
+        """
+        flush = self._flush
+        if flush is None or not flush.copy or flush.round >= round_number:
+            return False
+        if self.copies.heirs:
+            return not self.copies.loading
+        newest = max(self.memory.checkpoints, default=None)
+        return bool(flush.waits) and newest is not None and not self.memory.is_complete(newest)
 
     def _record_round_start(self, found: Sequence[RestoreCandidate]) -> None:
         """Record the checkpoint that the round continues from: the best of all known.
@@ -634,7 +685,7 @@ class Checkpoints:
         if self.stored is not None and self.stored.step == run.id.step:
             where = f" in {self.stored.where}"
         message = f"the checkpoint of step {run.id.step} was stored{where}"
-        self._outcome.notes.append(CheckpointNote(EventReason.CHECKPOINT_STORED, message))
+        self._outcome.note(EventReason.CHECKPOINT_STORED, message)
         self._outcome.reassign.update(run.ranks)
         flush = self._flush
         if flush is not None and flush.attempt == run.attempt:
@@ -657,9 +708,7 @@ class Checkpoints:
         assert run is not None
         self.failures += 1
         self.failing = f"the checkpoint of step {run.id.step} was not stored: {why}"[:1000]
-        self._outcome.notes.append(
-            CheckpointNote(EventReason.CHECKPOINT_FAILED, self.failing, warning=True)
-        )
+        self._outcome.note(EventReason.CHECKPOINT_FAILED, self.failing, warning=True)
         self._outcome.reassign.update(run.ranks)
         self._close(run)
 
@@ -675,7 +724,7 @@ class Checkpoints:
         run, self._run = self._run, None
         assert run is not None
         message = f"the checkpoint of step {run.id.step} was not stored: {why}"
-        self._outcome.notes.append(CheckpointNote(EventReason.CHECKPOINT_CANCELED, message))
+        self._outcome.note(EventReason.CHECKPOINT_CANCELED, message)
         self._outcome.reassign.update(run.ranks)
         self._needs_decision = True
 
@@ -691,6 +740,8 @@ class Checkpoints:
         if run is not None and now >= run.until:
             self._failed(f"the write took longer than {run.until - run.begun:g} s")
         if flush is not None and now >= flush.until:
+            if loss := self.copies.overdue():
+                self._outcome.note(EventReason.CHECKPOINT_NOT_COPIED, loss, warning=True)
             self._end_flush()
         elif flush is not None and flush.waits and now >= flush.settle_at:
             self._needs_decision = True
@@ -698,6 +749,7 @@ class Checkpoints:
     def _end_flush(self) -> None:
         """End the request, if there is one; nodes that have waited for it are reassigned."""
         flush, self._flush = self._flush, None
+        self._outcome.reassign |= self.copies.end_hand_over()
         if flush is not None and flush.stay:
             self._outcome.reassign.update(
                 n for n, known in self.memory.nodes.items() if known.memory or n in flush.waits
@@ -709,8 +761,10 @@ class Checkpoints:
         A request to store what may be lost comes first. Its write begins once no worker is waited
         for. It takes the newest complete checkpoint in memory that no round has skipped. The
         request ends if there is none or no storage, if it is in storage already, or was tried
-        twice. An attempt that the request has not begun is canceled for it if its checkpoint is
-        older. If the commit of that attempt is granted, the request waits for its end instead.
+        twice. But if nodes leave, it may have to be copied first.
+
+        An attempt that the request has not begun is canceled for it if its checkpoint is older. If
+        the commit of that attempt is granted, the request waits for its end instead.
 
         Otherwise, and while no attempt runs, the newest complete checkpoint that workers want
         stored is written. Checkpoints that are stored already, were skipped by a round, or were
@@ -728,8 +782,11 @@ class Checkpoints:
             flush.waits.clear()
             key = self.newest_complete()
             if key is None or not self._is_worth_writing(key):
-                self._end_flush()
-            elif (run := self._run) is None or (
+                if key is None or not (flush.copy and self._hand_over(key)):
+                    self._end_flush()
+                return
+            self._outcome.reassign |= self.copies.end_hand_over()
+            if (run := self._run) is None or (
                 run.id < key and run.attempt != flush.attempt and not run.granted
             ):
                 if run is not None:
@@ -746,6 +803,20 @@ class Checkpoints:
             if self.memory.is_complete(key):
                 self._write(key, now, term, now + persist_s)
                 return
+
+    def _hand_over(self, key: CheckpointId) -> bool:
+        """Have what only leaving nodes have of a checkpoint copied, unless it is in storage.
+
+        Returns:
+            Whether leaving nodes have to stay for it.
+        """
+        if self._is_stored(key):
+            return False
+        changed, loss = self.copies.hand_over(key)
+        self._outcome.reassign |= changed
+        if loss:
+            self._outcome.note(EventReason.CHECKPOINT_NOT_COPIED, loss, warning=True)
+        return bool(self.copies.heirs)
 
     def _is_worth_writing(self, key: CheckpointId) -> bool:
         """Return whether a write could succeed that stores more than what is in storage."""
@@ -769,14 +840,11 @@ class Checkpoints:
             why: The cause, in words.
         """
         message = f"the checkpoint of step {key.step} is being stored now: {why}"
-        self._outcome.notes.append(CheckpointNote(EventReason.CHECKPOINT_REQUESTED, message))
+        self._outcome.note(EventReason.CHECKPOINT_REQUESTED, message)
         return self._write(key, now, term, until)
 
     def _write(self, key: CheckpointId, now: float, term: Term, until: float) -> str:
         """Begin an attempt to store a checkpoint; its writers are to be reassigned.
-
-        Each rank's slot is written by one node that has it, preferably the rank's own node. The
-        writer of the lowest rank commits the checkpoint.
 
         Args:
             key: The checkpoint, which must be complete.
@@ -787,18 +855,11 @@ class Checkpoints:
         Returns:
             Id of the attempt.
         """
-        one = self.memory.checkpoints[key]
-        writers = self.memory.writers(key)
-        ranks: dict[NodeId, list[int]] = {}
-        for rank, node in writers.items():
-            ranks.setdefault(node, []).append(rank)
-        coordinator = writers[min(writers)]
         self._attempts += 1
-        seed = (self.memory.nodes[coordinator].boot, term, self._attempts, key)
-        attempt = hashlib.sha256(repr(seed).encode()).hexdigest()[:12]
-        self._run = _PersistRun(key, one.world, attempt, ranks, coordinator, now, until)
-        self._outcome.reassign.update(ranks)
-        return attempt
+        seed = term, self._attempts
+        self._run = run = _PersistRun.begin(self.memory, key, seed, now=now, until=until)
+        self._outcome.reassign.update(run.ranks)
+        return run.attempt
 
 
 def _skips(start: RoundStart, key: CheckpointId) -> bool:

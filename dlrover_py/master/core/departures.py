@@ -129,7 +129,7 @@ class Departures:
         self.live.nodes.leave(node, why)
         self.live.leave_checks(node.id)
         if self.state.trains(node.id, node.incarnation):
-            self._checkpointing.flush(f"node {node.id} is leaving", self.live.grace_s)
+            self._checkpointing.flush(f"node {node.id} is leaving", self.live.grace_s, copy=True)
         event = self.log.record(
             EventReason.NODE_LEAVING, f"node {node.id} is leaving: {why}", node=node.id
         )

@@ -1,7 +1,8 @@
 """The checkpoints in the memory of living nodes: what each node holds, and what is complete."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from dlrover_py.protocol.agents import (
     MemoryCheckpoint,
@@ -99,6 +100,8 @@ class MemoryIndex:
         self.checkpoints: dict[CheckpointId, KnownCheckpoint] = {}
         self.requested: set[CheckpointId] = set()
         """Checkpoints that workers want to be stored."""
+        self.leaving: frozenset[NodeId] = frozenset()
+        """Nodes that have to end: readers use other nodes if they can."""
         self._timelines: dict[tuple[Round, Timeline], _Timeline] = {}
 
     def replace(self, node: NodeId, known: NodeHoldings, memory: list[MemoryCheckpoint]) -> None:
@@ -138,39 +141,68 @@ class MemoryIndex:
         one = self.checkpoints.get(key)
         return one is not None and {node} in one.full.values()
 
+    def only_on(self, key: CheckpointId, nodes: Collection[NodeId]) -> set[NodeId]:
+        """Return which of these nodes to copy from, so that others have every shard group too.
+
+        Args:
+            key: The checkpoint, which must be in the index.
+            nodes: Nodes; for example those that have to end.
+
+        Returns:
+            One node for each shard group that only these nodes have.
+        """
+        if not nodes:
+            return set()
+        one, nodes = self.checkpoints[key], frozenset(nodes)
+        lonely = [holders for holders in one.full.values() if holders <= nodes]
+        return {min(holders, key=lambda n: (n not in one.own, id_key(n))) for holders in lonely}
+
+    def replica_holders(self, source: NodeId) -> set[NodeId]:
+        """Return the nodes that keep a replica of a node's checkpoints, of whichever step."""
+        keys = {held.id for held in self.nodes[source].memory if not held.replica}
+        ranks = {r for h in self.nodes[source].memory if not h.replica for r in h.ranks}
+        return {
+            node
+            for key in keys
+            for node in self.checkpoints[key].copies
+            if any(ranks & h.ranks.keys() for h in _of(self.nodes[node].memory, key) if h.replica)
+        }
+
+    def complete(self) -> Iterator[CheckpointId]:
+        """Yield the complete checkpoints in memory, newest first."""
+        return (key for key in sorted(self.checkpoints, reverse=True) if self.is_complete(key))
+
     def candidates(self) -> list[RestoreCandidate]:
         """Return the newest complete checkpoints in memory, best first; at most ``CANDIDATES``."""
-        found: list[RestoreCandidate] = []
-        for key in sorted(self.checkpoints, reverse=True):
-            if self.is_complete(key):
-                world = self.checkpoints[key].world
-                found.append(
-                    RestoreCandidate(
-                        step=key.step, round=key.round, timeline=key.timeline, world=world
-                    )
-                )
-                if len(found) == CANDIDATES:
-                    break
-        return found
+        return [
+            RestoreCandidate(
+                step=key.step,
+                round=key.round,
+                timeline=key.timeline,
+                world=self.checkpoints[key].world,
+            )
+            for key in islice(self.complete(), CANDIDATES)
+        ]
 
     def locations(self, key: CheckpointId) -> ReplicaLocations:
         """Return where each rank's slot of a checkpoint can be fetched from.
 
         Ranks that no node with a transfer server holds are left out. A complete slot is preferred
-        to one with private data only, and the rank's own node to a replica. The result is empty
-        unless it names each shard group. A reader could not see that a group is missing, if all
-        its keys are: each rank of a sharded optimizer has the state of other parameters.
+        to one with private data only, a node that stays to one that leaves, and the rank's own node
+        to a replica. The result is empty unless it names each shard group. A reader could not see
+        that a group is missing, if all its keys are: each rank of a sharded optimizer has the state
+        of other parameters.
         """
         one = self.checkpoints.get(key)
         if one is None or not self.is_complete(key):
             return ReplicaLocations()
-        best: dict[int, tuple[tuple[bool, bool], NodeId, str]] = {}
+        best: dict[int, tuple[tuple[bool, bool, bool], NodeId, str]] = {}
         for node in sorted(one.nodes, key=id_key):
             if not self.nodes[node].transfer_port:
                 continue
             for held in _of(self.nodes[node].memory, key):
                 for rank, part in held.ranks.items():
-                    worth = (rank in held.private_only, held.replica)
+                    worth = (rank in held.private_only, node in self.leaving, held.replica)
                     if rank not in best or worth < best[rank][0]:
                         best[rank] = worth, node, part
         if not one.full.keys() <= {part for _, _, part in best.values()}:

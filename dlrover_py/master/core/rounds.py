@@ -336,7 +336,7 @@ class Rounds:
         self.state.pending_round = None
         self._checkpointing.begin_round(self.state.world)
         if pending.kind == "scale" and old is not None:
-            self._checkpointing.flush(pending.reason, self.live.grace_s, of=old)
+            self._checkpointing.flush(pending.reason, self.live.grace_s, of=old, copy=True)
         self._assignments.send_all(ready)
 
 
