@@ -155,4 +155,5 @@ def test_zero_1_is_resized_and_continues_as_zero_2(place: Place, reference: Refe
         run.running(2, round_after=one.round)
         permit(place.folder, OPEN)
         assert run.wait(within_s=200) == 0, "".join(run.output)
+    exact_runs.check_planned_changes(place.folder, faults=())
     exact_runs.check(place.folder, reference("DeepSpeed"), epochs=EPOCHS, tolerance=ROUNDED)
