@@ -4,6 +4,7 @@ A new map is stored before anyone gets it, so a later coordinator goes on where 
 """
 
 import contextlib
+import logging
 import os
 import socket as sockets
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from dlrover_py import telemetry
 from dlrover_py.checkpoint.directory import RENEW_S
 from dlrover_py.protocol.errors import CheckpointError, ConfigError, SupersededError
 from dlrover_py.ps import messages as m
@@ -34,6 +36,8 @@ While the coordinator waits for a disk or the API server, it hears nobody. That 
 
 WAITED_FOR_S = 10.0
 """Seconds after which a cut is given up that no worker asks for. Pushes must not wait for ever."""
+_LOG = logging.getLogger(__name__)
+_LOG.addFilter(telemetry.RepeatFilter())
 
 
 @dataclass(slots=True)
@@ -159,6 +163,7 @@ class Coordinator:
 
         Raises:
             OSError: The map cannot be stored. Nobody gets it; a later call tries again.
+            SupersededError: Another coordinator owns the map.
         """
         heard = self._hearing.pass_to(now)
         self.planner.tick(heard)
@@ -215,6 +220,8 @@ class Coordinator:
             case m.Alive():
                 if self._present is not None and message.server not in self._present:
                     return
+                if message.epoch > epoch:
+                    self._refuse_newer(message, epoch)
                 planner.heard(message.server, message.address, now)
                 for bucket, term, learner in message.synced:
                     planner.synced(message.server, bucket, term, learner)
@@ -248,6 +255,18 @@ class Coordinator:
                 raise WireError(f"the coordinator takes no {type(message).__name__}")
         if epoch < planner.map.epoch == self._published:
             self._send(route, m.MapNews(planner.map))
+
+    def _refuse_newer(self, alive: m.Alive, epoch: int) -> None:
+        """Refuse a server with a newer map than this coordinator, whose stored map was lost.
+
+        The rows of that server belong to a map that nobody can read any more.
+        """
+        words = (
+            f"server {alive.server} has the map of epoch {alive.epoch}: expected at most {epoch}, "
+            f"the one in {self._store.name}; the stored map was lost: start the job anew"
+        )
+        _LOG.warning("a server has a newer map", extra={"fields": {"error": words}})
+        raise ConfigError(words)
 
     # --- Cuts ---
 

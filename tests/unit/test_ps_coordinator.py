@@ -259,3 +259,22 @@ def test_all_messages_are_heard_while_the_map_cannot_be_stored(
             made.receive(time.monotonic())
         context.destroy(linger=0)
         assert made.planner.map.clients.keys() == set("abc")
+
+
+def test_a_server_with_a_newer_map_is_refused(tmp_path: Path, listener: socket.socket) -> None:
+    """The stored map was deleted while there was no coordinator: the rows belong to another one."""
+    with coordinator(tmp_path, listener) as made:
+        context = zmq.Context()
+        dealer = context.socket(zmq.DEALER)
+        dealer.connect(made.access.address)
+        try:
+            send(dealer, m.Alive("ps0", "tcp://ps0", 57), [], made.access.key)
+            assert made.socket.poll(30_000)
+            made.receive(time.monotonic())
+            assert dealer.poll(30_000)
+            answer, _ = decode(dealer.recv_multipart(), made.access.key)
+            assert isinstance(answer, m.CoordinatorRefusal)
+            assert "the stored map was lost" in answer.words
+            assert not made.planner.map.servers
+        finally:
+            context.destroy(linger=0)
