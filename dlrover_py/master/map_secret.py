@@ -9,9 +9,9 @@ import zlib
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, Final
 
-from dlrover_py.kubernetes.errors import ConflictError, KubeError
+from dlrover_py.kubernetes.errors import ConflictError, KubeError, NotFoundError
 from dlrover_py.kubernetes.kinds import SECRETS, Obj
-from dlrover_py.protocol.errors import ConfigError, TransientError
+from dlrover_py.protocol.errors import ConfigError, SupersededError, TransientError
 from dlrover_py.protocol.names import GROUP
 
 if TYPE_CHECKING:
@@ -63,8 +63,7 @@ class SecretMapStore:
         """
         try:
             found = self._call(self._kube.get(SECRETS, self._object, self._namespace))
-            owners = {o.get("uid") for o in found["metadata"].get("ownerReferences") or ()}
-            if self._job_uid not in owners:
+            if not self._is_of_job(found):
                 raise TransientError(f"{self.name} belongs to another job of this name")
             self._found = self._replace(found, None)
         except (KubeError, OSError) as error:
@@ -78,9 +77,13 @@ class SecretMapStore:
     def write(self, document: bytes) -> None:
         """Write the map.
 
+        A Secret that was deleted, and that the operator has made again, gets the map, too: nobody
+        has read it since.
+
         Raises:
-            OSError: It is too large, the API server refuses it or does not answer, or another
-                master has taken the map over.
+            OSError: It is too large, or the API server refuses it or does not answer.
+            SupersededError: Another master has taken the map over, or the Secret is that of
+                another job.
         """
         packed = gzip.compress(document, compresslevel=3, mtime=0)
         if len(packed) > MAX_PACKED_BYTES:
@@ -91,13 +94,31 @@ class SecretMapStore:
         try:
             try:
                 self._found = self._replace(self._found, packed)
-            except ConflictError:  # perhaps an own write whose answer was lost
+            except (ConflictError, NotFoundError):
                 found = self._call(self._kube.get(SECRETS, self._object, self._namespace))
-                if (found["metadata"].get("annotations") or {}).get(WRITER) != self._writer:
-                    raise OSError(f"{self.name} is written by another master now") from None
+                self._check_right(found)
                 self._found = self._replace(found, packed)
         except KubeError as error:
             raise OSError(f"{self.name}: {error}") from error
+
+    def _check_right(self, found: Obj) -> None:
+        """Check that this process may write the Secret, which is not as it was known.
+
+        It may if it was the last writer, since the answer to its write may have been lost, and if
+        nobody has written the Secret yet.
+
+        Raises:
+            SupersededError: It may not.
+        """
+        if not self._is_of_job(found):
+            raise SupersededError(f"{self.name} belongs to another job of this name")
+        writer = (found["metadata"].get("annotations") or {}).get(WRITER)
+        if writer != self._writer and (writer is not None or found.get("data")):
+            raise SupersededError(f"{self.name} is written by another master now")
+
+    def _is_of_job(self, found: Obj) -> bool:
+        owners = {o.get("uid") for o in found["metadata"].get("ownerReferences") or ()}
+        return self._job_uid in owners
 
     def _replace(self, old: Obj, packed: bytes | None) -> Obj:
         """Write the Secret if it is still as given; without content, the map stays as it is."""

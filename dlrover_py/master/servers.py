@@ -70,6 +70,9 @@ class ServerMap:
         """Run the coordinator in a thread until this call is cancelled.
 
         While the map cannot be stored, it does not change, and the coordinator tries again.
+
+        Raises:
+            SupersededError: The coordinator of another master owns the map.
         """
         if self._coordinator is None:
             return

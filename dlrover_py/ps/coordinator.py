@@ -4,6 +4,7 @@ A new map is stored before anyone gets it, so a later coordinator goes on where 
 """
 
 import contextlib
+import logging
 import os
 import socket as sockets
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from dlrover_py import telemetry
 from dlrover_py.checkpoint.directory import RENEW_S
 from dlrover_py.protocol.errors import CheckpointError, ConfigError, SupersededError
 from dlrover_py.ps import messages as m
@@ -27,8 +29,15 @@ FORGET_S = 60.0
 """Seconds of silence after which a connection gets no more maps. Workers ask more often."""
 
 
+TURN_S = 0.5
+"""Seconds that count at most, for silences, from one look at the messages to the next.
+
+While the coordinator waits for a disk or the API server, it hears nobody. That is no silence."""
+
 WAITED_FOR_S = 10.0
 """Seconds after which a cut is given up that no worker asks for. Pushes must not wait for ever."""
+_LOG = logging.getLogger(__name__)
+_LOG.addFilter(telemetry.RepeatFilter())
 
 
 @dataclass(slots=True)
@@ -40,6 +49,19 @@ class _Cut:
     heard: float
     """When one of the workers was heard last."""
     parts: list[m.CutPart] = field(default_factory=list)
+
+
+class _Hearing:
+    """The time, in seconds, that this coordinator has spent where it could hear others."""
+
+    def __init__(self, now: float) -> None:
+        self.now = self._seen = now
+
+    def pass_to(self, now: float) -> float:
+        """Return the time of hearing at a moment, which counts :data:`TURN_S` at most."""
+        self.now += max(0.0, min(now - self._seen, TURN_S))
+        self._seen = max(now, self._seen)
+        return self.now
 
 
 class Coordinator:
@@ -84,6 +106,7 @@ class Coordinator:
         self._newest = source.place if source is not None else None
         """The newest cut in the life of the tables, if it is known."""
         self._meetings = Meetings()
+        self._hearing = _Hearing(now)
         self._group = StepGroup(now)
         self._renew_at = now
         self.planner = Planner(start, rules, now)
@@ -103,6 +126,8 @@ class Coordinator:
         self._routes: dict[bytes, float] = {}
         """When each connection was heard last."""
         self._published = -1
+        self._answers: dict[bytes, m.Met] = {}
+        """What is sent to a connection when the map is stored of which it speaks."""
         self._present: frozenset[str] | None = None
         """The servers that exist; None if nobody has said so."""
 
@@ -114,7 +139,8 @@ class Coordinator:
         self._context.destroy(linger=0)
 
     def receive(self, now: float) -> None:
-        """Handle the messages that have come."""
+        """Handle the messages that have come. :meth:`tick` stores what they have changed."""
+        heard = self._hearing.pass_to(now)
         for _ in range(64):
             try:
                 route, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -122,32 +148,41 @@ class Coordinator:
                 return
             try:
                 message, _ = decode(frames, self._key)
-                self._handle(route, message, now)
+                self._handle(route, message, heard)
             except WireError as error:
                 self._send(route, m.Unreadable(str(error)))
             except ConfigError as error:
                 self._send(route, m.CoordinatorRefusal(str(error)))
-            self.publish()
 
     def tick(self, now: float) -> None:
-        """Take note of the time: silent servers count as lost."""
-        self.planner.tick(now)
-        self._follow_steps(now)
-        self._routes = {route: at for route, at in self._routes.items() if now - at < FORGET_S}
+        """Take note of the time, then store the map and send it to all, if it is new.
+
+        Servers that were silent count as lost, and workers that were silent leave their group. The
+        time in which this coordinator was blocked does not count. :meth:`receive` comes first, so
+        that one who has spoken meanwhile is heard.
+
+        Raises:
+            OSError: The map cannot be stored. Nobody gets it; a later call tries again.
+            SupersededError: Another coordinator owns the map.
+        """
+        heard = self._hearing.pass_to(now)
+        self.planner.tick(heard)
+        known = self.planner.map
+        self.planner.step(*self._group.plan(known.steps, known.clients, heard))
+        self._routes = {route: at for route, at in self._routes.items() if heard - at < FORGET_S}
         if self._cut is not None and any(one.lost for one in self.planner.map.placements):
             self._fail_cut("rows were lost while it was made: their servers have died")
-        if self._cut is not None and now - self._cut.heard > WAITED_FOR_S:
+        if self._cut is not None and heard - self._cut.heard > WAITED_FOR_S:
             self._fail_cut("no worker waits for it any more")
         if self._cuts is not None and now >= self._renew_at:
             self._renew_at = now + RENEW_S
             with contextlib.suppress(OSError):  # the next cut says so
                 self._cuts.renew()
-        self.publish()
+        self._publish()
 
     def lost(self, server: str) -> None:
         """Note that the process of a server has ended."""
         self.planner.lost(server)
-        self.publish()
 
     def present(self, servers: frozenset[str], desired: int) -> None:
         """Take note of all servers that exist. Any other one has ended, with all its rows.
@@ -165,20 +200,17 @@ class Coordinator:
         members = {one.primary for one in known.placements if not one.lost}
         for server in sorted((known.servers.keys() | members) - servers):
             self.planner.lost(server)
-        self.publish()
 
-    def publish(self) -> None:
-        """Store the map and send it to all, if it is new.
-
-        Raises:
-            OSError: It cannot be stored. Nobody gets it; a later call tries again.
-        """
+    def _publish(self) -> None:
         if self.planner.map.epoch == self._published:
             return
         self._store.write(msgspec.json.encode(self.planner.map))
         self._published = self.planner.map.epoch
         for route in self._routes:
             self._send(route, m.MapNews(self.planner.map))
+        for route, answer in self._answers.items():
+            self._send(route, answer)
+        self._answers = {}
 
     def _handle(self, route: bytes, message: Any, now: float) -> None:
         planner = self.planner
@@ -188,6 +220,8 @@ class Coordinator:
             case m.Alive():
                 if self._present is not None and message.server not in self._present:
                     return
+                if message.epoch > epoch:
+                    self._refuse_newer(message, epoch)
                 planner.heard(message.server, message.address, now)
                 for bucket, term, learner in message.synced:
                     planner.synced(message.server, bucket, term, learner)
@@ -206,7 +240,6 @@ class Coordinator:
                 epoch = -1
             case m.Stepped():
                 self._group.heard(message, now)
-                self._follow_steps(now)
             case m.Drain():
                 planner.drain(message.server)
                 epoch = -1  # whoever leaves must hear that there is a coordinator
@@ -223,9 +256,17 @@ class Coordinator:
         if epoch < planner.map.epoch == self._published:
             self._send(route, m.MapNews(planner.map))
 
-    def _follow_steps(self, now: float) -> None:
-        known = self.planner.map
-        self.planner.step(*self._group.plan(known.steps, known.clients, now))
+    def _refuse_newer(self, alive: m.Alive, epoch: int) -> None:
+        """Refuse a server with a newer map than this coordinator, whose stored map was lost.
+
+        The rows of that server belong to a map that nobody can read any more.
+        """
+        words = (
+            f"server {alive.server} has the map of epoch {alive.epoch}: expected at most {epoch}, "
+            f"the one in {self._store.name}; the stored map was lost: start the job anew"
+        )
+        _LOG.warning("a server has a newer map", extra={"fields": {"error": words}})
+        raise ConfigError(words)
 
     # --- Cuts ---
 
@@ -244,9 +285,12 @@ class Coordinator:
                 self._send(route, m.Met(asked.number, -1, 0, str(error)))
                 return
             answer = self._meetings.answer(asked)
-        if answer is not None:
-            self.publish()
+        if answer is None:
+            return
+        if self.planner.map.epoch == self._published:
             self._send(route, answer)
+        else:
+            self._answers[route] = answer
 
     def _begin_cut(self, asked: tuple[m.Meet, ...], now: float) -> None:
         """Begin the cut that all workers have asked for; no push is applied until it ends.

@@ -28,6 +28,7 @@ class MapStore(Protocol):
 
         Raises:
             OSError: It cannot be written now.
+            SupersededError: Another process has taken the document over.
         """
 
 

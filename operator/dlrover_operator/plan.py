@@ -375,6 +375,8 @@ class _Planner:
                 yield self._replace_deployment(deployment, desired)
         elif facts.has_passed(facts.seen.rights_checked_at + self._timing.rights_interval_s):
             yield from _rights(job)
+            if job.servers is not None:  # its master cannot create it, and waits for it
+                yield Create("Secret", manifests.servers_secret(job))
 
     def _master_cannot_start(self) -> bool:
         """Return whether the Deployment may be replaced because its master seems unable to start.

@@ -11,7 +11,7 @@ import pytest
 
 from dlrover_py.kubernetes.kinds import SECRETS, Obj
 from dlrover_py.master.map_secret import MAP_KEY, MAX_PACKED_BYTES, SecretMapStore
-from dlrover_py.protocol.errors import ConfigError, TransientError
+from dlrover_py.protocol.errors import ConfigError, SupersededError, TransientError
 from dlrover_py.protocol.names import owner
 from dlrover_py.ps.map_store import MapFile, MapStore
 from tests.fakes_kube import FakeCluster, fake_cluster
@@ -57,7 +57,7 @@ async def test_an_earlier_master_cannot_write_once_the_next_one_has_read(place: 
     await asyncio.to_thread(old.read)
     await asyncio.to_thread(old.write, b"old")
     assert await asyncio.to_thread(new.read) == b"old"
-    with pytest.raises(OSError, match="written by another master"):
+    with pytest.raises(SupersededError, match="written by another master"):
         await asyncio.to_thread(old.write, b"late")
     await asyncio.to_thread(new.write, b"new")
     assert await asyncio.to_thread(place.open().read) == b"new"
@@ -78,6 +78,34 @@ async def test_a_write_whose_answer_was_lost_or_a_label_does_not_stop_the_next(
     assert found is not None
     assert found["metadata"]["labels"] == {"team": "a"}
     assert await asyncio.to_thread(place.open().read) == b"two"
+
+
+async def test_a_secret_that_was_deleted_gets_the_map_when_it_is_there_again(place: Place) -> None:
+    store = place.open()
+    await asyncio.to_thread(store.read)
+    await asyncio.to_thread(store.write, b"one")
+    place.cluster.remove(SECRETS, NAME)
+    with pytest.raises(OSError, match=NAME):
+        await asyncio.to_thread(store.write, b"two")
+    place.cluster.put(SECRETS, secret())
+    await asyncio.to_thread(store.write, b"three")
+    assert await asyncio.to_thread(place.open().read) == b"three"
+
+
+async def test_a_secret_that_another_master_made_its_own_meanwhile_is_not_written(
+    place: Place,
+) -> None:
+    store = place.open()
+    await asyncio.to_thread(store.read)
+    place.cluster.remove(SECRETS, NAME)
+    place.cluster.put(SECRETS, secret())
+    await asyncio.to_thread(place.open().read)
+    with pytest.raises(SupersededError, match="written by another master"):
+        await asyncio.to_thread(store.write, b"late")
+    place.cluster.remove(SECRETS, NAME)
+    place.cluster.put(SECRETS, secret("another"))
+    with pytest.raises(SupersededError, match="belongs to another job"):
+        await asyncio.to_thread(store.write, b"late")
 
 
 async def test_what_may_pass_is_told_from_what_does_not(place: Place) -> None:

@@ -947,6 +947,20 @@ def test_a_masters_rights_are_looked_after_though_it_says_nothing() -> None:
     assert [_word(a) for a in world.step()] == made
 
 
+def test_the_secret_of_a_map_is_made_again_though_the_master_says_nothing() -> None:
+    """The master has no right to create it."""
+    world = World.of()
+    main = {"name": "main", "image": "i", "command": ["dlrover", "ps", "server"]}
+    world.job["spec"]["replicaSpecs"]["ps"] = {"template": {"spec": {"containers": [main]}}}
+    world.settle()
+    world.comes_up()
+    world.master_says("Running")
+    world.master_condition("Running")
+    world.settle()
+    world.rights_checked_at = world.now - TIMING.rights_interval_s
+    assert [_word(a) for a in world.step()][-1] == "CreateSecret"
+
+
 @pytest.mark.parametrize("wish", ["to run", "to rest", "too late"])
 def test_a_master_whose_account_was_made_again_gets_a_pod_that_has_its_token(wish: str) -> None:
     """All that it asks for is refused, and it can tell nobody; it hears of no wish either."""

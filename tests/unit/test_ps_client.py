@@ -28,6 +28,7 @@ def test_a_request_that_begins_after_its_rows_were_lost_fails_at_once(tmp_path: 
         while not over.is_set():
             coordinator.socket.poll(20)
             coordinator.receive(time.monotonic())
+            coordinator.tick(time.monotonic())
 
     thread = threading.Thread(target=coordinate)
     thread.start()
@@ -36,7 +37,8 @@ def test_a_request_that_begins_after_its_rows_were_lost_fails_at_once(tmp_path: 
             worker.create(TableSpec("table", 4))
             over.set()
             thread.join()
-            coordinator.lost("s0")  # the last map that the worker gets
+            coordinator.lost("s0")
+            coordinator.tick(time.monotonic())  # the last map that the worker gets
             deadline = time.monotonic() + WAIT_S
             while not any(one.lost for one in worker.map.placements):
                 assert time.monotonic() < deadline

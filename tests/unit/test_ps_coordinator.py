@@ -20,6 +20,7 @@ from dlrover_py.ps.coordinator import Coordinator
 from dlrover_py.ps.map_store import MapFile
 from dlrover_py.ps.planner import Planner, PlanRules
 from dlrover_py.ps.server import ParameterServer
+from dlrover_py.ps.specs import Consistency, ConsistencyKind
 from dlrover_py.ps.wire import decode, send
 
 RULES = PlanRules(buckets=4, servers=2, silence_s=60)
@@ -184,8 +185,96 @@ def test_a_server_that_leaves_without_a_coordinator_ends_with_its_rows(
         deadline = time.monotonic() + 30
         while not made.planner.map.placements or made.socket.poll(20):
             made.receive(time.monotonic())
+            made.tick(time.monotonic())
             assert time.monotonic() < deadline
     server.leave()
     thread.join(30)
     assert not thread.is_alive()
     server.close()
+
+
+def test_one_who_could_not_be_heard_was_not_silent(tmp_path: Path, listener: socket.socket) -> None:
+    """The API server has not answered for 5 s. The words of all workers and servers wait."""
+    rules, at = PlanRules(buckets=2, servers=1, silence_s=3.0), 100.0
+    context = zmq.Context()
+    with closing(
+        Coordinator("job", "t", MapFile(tmp_path / "map"), rules, at, listener=listener)
+    ) as made:
+        dealers = {}
+        for name in ("a", "b", "c", "ps0"):
+            dealers[name] = context.socket(zmq.DEALER)
+            dealers[name].connect(made.access.address)
+
+        def say(name: str, message: Any, now: float) -> None:
+            send(dealers[name], message, [], made.access.key)
+            assert made.socket.poll(30_000)
+            made.receive(now)
+
+        def stepped(name: str, step: int, now: float) -> None:
+            known = made.planner.map
+            word = m.Stepped(name, known.clients[name], (known.steps.generation, step), 3)
+            say(name, word, now)
+
+        try:
+            say("ps0", m.Alive("ps0", "tcp://ps0", 0), at)
+            made.planner.use(Consistency(ConsistencyKind.SYNC, silence_s=5.0))
+            for name in ("a", "b", "c"):
+                say(name, m.JoinClient(name), at)
+            for name in ("a", "b", "c"):
+                stepped(name, 0, at)
+            made.tick(at)
+            assert made.planner.map.steps.members.keys() == {"a", "b", "c"}
+            at += 5.2
+            stepped("a", 1, at)
+            made.tick(at)
+            assert made.planner.map.steps.members.keys() == {"a", "b", "c"}
+            assert made.planner.map.servers.keys() == {"ps0"}
+            stepped("b", 1, at)
+            stepped("c", 1, at)
+            made.tick(at)
+            assert made.planner.map.steps.done == 1
+            for _ in range(20):  # it listens all the time
+                at += 0.5
+                made.tick(at)
+            assert not made.planner.map.steps.members
+            assert not made.planner.map.servers
+        finally:
+            context.destroy(linger=0)
+
+
+def test_all_messages_are_heard_while_the_map_cannot_be_stored(
+    tmp_path: Path, listener: socket.socket
+) -> None:
+    with coordinator(tmp_path, listener) as made, program(made.access) as ask:
+        ask(made, m.WatchMap(-1))
+        (tmp_path / "map.new").mkdir()
+        context = zmq.Context()
+        dealer = context.socket(zmq.DEALER)
+        dealer.connect(made.access.address)
+        for name in "abc":
+            send(dealer, m.JoinClient(name), [], made.access.key)
+        deadline = time.monotonic() + 30
+        while made.planner.map.clients.keys() != set("abc") and time.monotonic() < deadline:
+            made.socket.poll(20)
+            made.receive(time.monotonic())
+        context.destroy(linger=0)
+        assert made.planner.map.clients.keys() == set("abc")
+
+
+def test_a_server_with_a_newer_map_is_refused(tmp_path: Path, listener: socket.socket) -> None:
+    """The stored map was deleted while there was no coordinator: the rows belong to another one."""
+    with coordinator(tmp_path, listener) as made:
+        context = zmq.Context()
+        dealer = context.socket(zmq.DEALER)
+        dealer.connect(made.access.address)
+        try:
+            send(dealer, m.Alive("ps0", "tcp://ps0", 57), [], made.access.key)
+            assert made.socket.poll(30_000)
+            made.receive(time.monotonic())
+            assert dealer.poll(30_000)
+            answer, _ = decode(dealer.recv_multipart(), made.access.key)
+            assert isinstance(answer, m.CoordinatorRefusal)
+            assert "the stored map was lost" in answer.words
+            assert not made.planner.map.servers
+        finally:
+            context.destroy(linger=0)

@@ -306,12 +306,17 @@ def test_a_cut_that_nobody_waits_for_is_given_up(tmp_path: Path) -> None:
             assert one.socket.poll(20_000)
             one.receive(now)
 
+        def listen(since: int, until: int) -> None:
+            for now in range(2 * since, 2 * until):
+                one.planner.heard("s0", "tcp://127.0.0.1:1", now / 2)
+                one.tick(now / 2)
+
         ask(0.0)
+        listen(0, 8)
         ask(8.0)
-        one.planner.heard("s0", "tcp://127.0.0.1:1", 17.0)
-        one.tick(17.0)
+        listen(8, 17)
         assert one.planner.map.cut is not None
-        one.tick(19.0)
+        listen(17, 19)
         assert one.planner.map.cut is None
         assert not list(cuts.glob("step-3.*/*.rows"))
         ask(19.0)
