@@ -4,6 +4,7 @@ What is left out of a push is kept by the worker, and added to the next gradient
 each value arrives at last. Without that, small values never would.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,17 @@ from dlrover_py.ps.specs import Formats
 
 MAX_KEPT_BYTES = 64 << 20
 """Bytes that a worker keeps for a table."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """What a push leaves in the memory of its table."""
+
+    ids: Ids
+    rows: Floats
+    """What is not sent of the gradient of each id."""
+    alone: bool
+    """Whether the push has all other values of the memory."""
 
 
 class Feedback:
@@ -36,15 +48,16 @@ class Feedback:
         self._index = IdIndex()
         self._kept: Floats = np.zeros((0, self._dim), np.float32)
 
-    def take(self) -> tuple[Ids, Floats]:
-        """Return all that was not sent, and forget it."""
+    def unsent(self) -> tuple[Ids, Floats]:
+        """Return all that was not sent: ids, and their gradients."""
         ids, at = self._index.items()
-        rows = self._kept[at]
-        self.clear()
-        return ids, rows
+        return ids, self._kept[at]
 
-    def encode(self, ids: Ids, grads: Floats, seed: int) -> tuple[Ids, list[Any]]:
-        """Return the ids of a push, each once, and the arrays that carry its gradients.
+    def encode(self, ids: Ids, grads: Floats, seed: int) -> tuple[Ids, list[Any], Rest]:
+        """Return the ids of a push, each once, the arrays that carry its gradients, and the rest.
+
+        The memory stays as it is until :meth:`keep` gets the rest. So a push that is refused
+        changes nothing.
 
         Args:
             ids: Ids, shape ``[n]``.
@@ -59,24 +72,34 @@ class Feedback:
         rows[known] += self._kept[at[known]]
         fresh = len(unique) - int(known.sum())
         if 4 * self._dim * (len(self._index) + fresh) > self._max_bytes:
-            self._kept[at[known]] = 0
-            old, kept = self.take()
+            old, kept = self.unsent()
             more = ~np.isin(old, unique)
             every = np.concatenate([unique, old[more]])
-            return every, encode(np.concatenate([rows, kept[more]]), self._formats.push, seed)
-        self._grow(unique[~known])
-        at[~known] = self._index.find(unique[~known])
+            arrays = encode(np.concatenate([rows, kept[more]]), self._formats.push, seed)
+            return every, arrays, Rest(unique[:0], rows[:0], alone=True)
         rest = self._dim - self._formats.top
         columns: Ids = np.argpartition(np.abs(rows), rest, axis=1)[:, rest:]
         values = encode(np.take_along_axis(rows, columns, axis=1), self._formats.push, seed)
         sent = decode(values)
         assert sent is not None
-        if not np.isfinite(sent).all():  # the push is refused
-            return unique, with_columns(columns, values)
-        left = np.take_along_axis(rows, columns, axis=1) - sent
+        with np.errstate(invalid="ignore"):  # a push with such numbers is refused
+            left = np.take_along_axis(rows, columns, axis=1) - sent
         np.put_along_axis(rows, columns, left, axis=1)
-        self._kept[at] = rows
-        return unique, with_columns(columns, values)
+        return unique, with_columns(columns, values), Rest(unique, rows, alone=False)
+
+    def keep(self, rest: Rest) -> None:
+        """Take note that a push of :meth:`encode` is on its way.
+
+        Args:
+            rest: What it leaves in the memory.
+        """
+        if rest.alone:
+            self.clear()
+        at = self._index.find(rest.ids)
+        fresh = at < 0
+        self._grow(rest.ids[fresh])
+        at[fresh] = self._index.find(rest.ids[fresh])
+        self._kept[at] = rest.rows
 
     def _grow(self, ids: Ids) -> None:
         """Make room for ids that have none."""

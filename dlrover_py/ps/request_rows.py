@@ -13,7 +13,7 @@ import numpy as np
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.ps.cluster_map import ClusterMap
 from dlrover_py.ps.codecs import decode, encode
-from dlrover_py.ps.feedback import Feedback
+from dlrover_py.ps.feedback import MAX_KEPT_BYTES, Feedback, Rest
 from dlrover_py.ps.hashing import Floats, Ids, Words, bucket_of, mix, salt_of
 from dlrover_py.ps.specs import Formats, RowFormat, TableSpec
 
@@ -69,13 +69,14 @@ class TableRows:
 class SentTables:
     """The formats in which a worker sends its tables, and what it has not sent of gradients yet."""
 
-    def __init__(self, worker: str) -> None:
+    def __init__(self, worker: str, *, max_kept_bytes: int = MAX_KEPT_BYTES) -> None:
         """Start without tables.
 
         Args:
             worker: Name of the worker. The random roundings of two workers differ.
+            max_kept_bytes: Bytes that are kept for each table with ``top``.
         """
-        self._worker = worker
+        self._worker, self._max_kept_bytes = worker, max_kept_bytes
         self._formats: dict[str, Formats] = {}
         self._feedback: dict[str, Feedback] = {}
         self._seeds = itertools.count()
@@ -95,12 +96,13 @@ class SentTables:
         """Use a table with some formats."""
         self._formats[spec.name] = formats
         if 0 < formats.top < spec.dim:
-            self._feedback.setdefault(spec.name, Feedback(spec.dim, formats))
+            memory = Feedback(spec.dim, formats, self._max_kept_bytes)
+            self._feedback.setdefault(spec.name, memory)
 
     def unsent(self) -> Iterator[tuple[str, tuple[Ids, Floats]]]:
-        """Yield what was not sent of each table's gradients, and forget it."""
+        """Yield what was not sent of each table's gradients. A whole push of it empties it."""
         for name, one in self._feedback.items():
-            yield name, one.take()
+            yield name, one.unsent()
 
     def forget(self) -> None:
         """Forget what was not sent."""
@@ -112,11 +114,13 @@ class SentTables:
     ) -> tuple[list[TableRows], tuple[int, ...]]:
         """Return the rows of a request, and the buckets that they are in.
 
+        A request that is refused changes nothing of what was not sent.
+
         Args:
             current: The map, with the tables and the number of buckets.
             tables: The arrays of each table: ids, and gradients for a push.
             push: Whether it is a push.
-            whole: Whether all values of gradients are sent now, whatever their ``top`` is.
+            whole: Whether this is all that was not sent of the tables, which nothing is left of.
 
         Raises:
             ConfigError: An array has another type or shape, a gradient is no number that the format
@@ -124,6 +128,7 @@ class SentTables:
         """
         count = len(current.placements)
         parts: list[TableRows] = []
+        rests: list[tuple[Feedback, Rest]] = []
         size = 0
         touched = np.zeros(count, np.bool_)
         for name, arrays in tables.items():
@@ -139,8 +144,11 @@ class SentTables:
             used = self._formats.get(name, Formats())
             if push:
                 seed = np.array([next(self._seeds), salt_of(self._worker), salt_of(name)], "u8")
-                feedback = None if whole else self._feedback.get(name)
-                ids, arrays = _encoded(spec, used.push, ids, np.asarray(arrays[1]), seed, feedback)
+                memory = self._feedback.get(name)
+                grads, feedback = np.asarray(arrays[1]), None if whole else memory
+                ids, arrays, rest = _encoded(spec, used.push, ids, grads, seed, feedback)
+                if memory is not None:
+                    rests.append((memory, rest))
             of = bucket_of(np.ascontiguousarray(ids), salt_of(name), count)
             order = np.argsort(of, kind="stable")
             sizes = np.bincount(of, minlength=count)
@@ -149,6 +157,8 @@ class SentTables:
             ordered = [np.asarray(array)[order] for array in arrays]
             rows = None if push else np.empty((len(ids), spec.dim), np.float32)
             parts.append(TableRows(name, ordered, starts, order, rows, used.pull))
+        for memory, rest in rests:
+            memory.keep(rest)
         return parts, tuple(np.flatnonzero(touched).tolist())
 
 
@@ -195,8 +205,10 @@ def _encoded(
     grads: Floats,
     seed: Words,
     feedback: Feedback | None,
-) -> tuple[Ids, list[Any]]:
-    """Return the ids of a push, and all its arrays. A push that is sent again has the same ones.
+) -> tuple[Ids, list[Any], Rest]:
+    """Return the ids of a push, all its arrays, and what it does not send.
+
+    A push that is sent again has the same arrays.
 
     Args:
         spec: The table.
@@ -209,12 +221,13 @@ def _encoded(
     Raises:
         ConfigError: The format does not have such a number.
     """
+    rest = Rest(ids[:0], grads[:0], alone=True)
     if feedback is not None:
         if not np.isfinite(grads).all():  # it would stay in the memory
             raise ConfigError(f"table {spec.name}: a gradient is infinite or not a number")
-        ids, arrays = feedback.encode(ids, grads, int(np.bitwise_xor.reduce(mix(seed))))
+        ids, arrays, rest = feedback.encode(ids, grads, int(np.bitwise_xor.reduce(mix(seed))))
     elif format is RowFormat.FP32:
-        return ids, [ids, grads]
+        return ids, [ids, grads], rest
     else:
         arrays = encode(grads, format, int(np.bitwise_xor.reduce(mix(seed))))
     carried = decode(arrays, spec.dim)
@@ -223,4 +236,4 @@ def _encoded(
             f"table {spec.name}: expected gradients that are numbers which {format} has, found "
             f"values up to {np.abs(grads).max()}; use bf16 for large ones"
         )
-    return ids, [ids, *arrays]
+    return ids, [ids, *arrays], rest

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.ps.cluster_map import ClusterMap, Placement
 from dlrover_py.ps.codecs import decode, with_columns
 from dlrover_py.ps.feedback import Feedback
+from dlrover_py.ps.request_rows import SentTables
 from dlrover_py.ps.specs import Formats, RowFormat, TableSpec, formats, sgd, uniform
 from tests.ps_threads import client, servers
 
@@ -37,7 +39,8 @@ def fit(push: Formats | None, *, remember: bool = True) -> float:
         grads = (features.T @ (1 / (1 + np.exp(-features @ weights)) - labels) / SAMPLES)[None]
         if push is not None:
             kept = kept if remember else Feedback(DIM, push)
-            _, arrays = kept.encode(one, grads, 0)
+            _, arrays, rest = kept.encode(one, grads, 0)
+            kept.keep(rest)
             assert sum(array.nbytes for array in arrays) <= 0.03 * grads.nbytes
             grads = decode(arrays, DIM)
         weights -= np.float32(0.05) * grads[0]
@@ -57,15 +60,16 @@ def test_the_memory_is_sent_when_it_is_full() -> None:
     kept, sums = Feedback(8, Formats(top=2), 4 * 8 * 40), np.zeros((2100, 8), np.float64)
     sizes = []
     for start in range(0, 290, 10):
-        sent, arrays = kept.encode(ids[start : start + 10], rows[start : start + 10], 0)
+        sent, arrays, rest = kept.encode(ids[start : start + 10], rows[start : start + 10], 0)
+        kept.keep(rest)
         found = decode(arrays, 8)
         assert found is not None
         sums[sent] += found
         sizes.append(len(sent))
     assert set(sizes) == {10, 50}
-    rest, left = kept.take()
-    assert 0 < len(rest) <= 40
-    sums[rest] += left
+    last, left = kept.unsent()
+    assert 0 < len(last) <= 40
+    sums[last] += left
     assert np.allclose(sums[ids], rows, atol=1e-6)
 
 
@@ -99,6 +103,37 @@ def test_a_value_that_cannot_be_sent_does_not_stay_in_the_memory(tmp_path: Path)
                 worker.push({"t": (np.arange(1), np.full((1, 4), wrong))})
         worker.push({"t": (np.arange(1), np.ones((1, 4), np.float32))}).result(60)
         assert np.abs(worker.pull({"t": np.arange(1)}).result(60)["t"]).sum() == 1
+
+
+@pytest.mark.parametrize("wrong", [1e5, np.nan])
+def test_a_push_that_is_refused_takes_nothing_from_the_memory(wrong: float) -> None:
+    """Nothing of its other tables is kept or gone, also when the memory is full."""
+    tables = TableSpec("x", 4), TableSpec("y", 4)
+    known = ClusterMap("job", tables=tables, placements=(Placement(1, "s"),))
+    sent = SentTables("worker-0", max_kept_bytes=4 * 4 * 3)
+    for table in tables:
+        sent.add(table, formats(push="fp16", top=1))
+
+    def push(ids: Any, **rows: Any) -> None:
+        grads = {name: (ids, np.tile(np.float32(row), (len(ids), 1))) for name, row in rows.items()}
+        sent.ordered(known, grads, push=True, whole=False)
+
+    def memory() -> Any:
+        return {
+            name: dict(zip(ids.tolist(), rows.tolist(), strict=True))
+            for name, (ids, rows) in sent.unsent()
+        }
+
+    push(np.arange(2), x=[1, 2, 3, 4], y=[4, 3, 2, 1])
+    before = memory()
+    x, y = [1, 2, 3, 0], [0, 3, 2, 1]
+    assert before == {"x": {0: x, 1: x}, "y": {0: y, 1: y}}
+    for ids in (np.arange(2), np.arange(9)):  # 9 ids do not fit into the memory
+        with pytest.raises(ConfigError):
+            push(ids, x=[5, 6, 7, 8], y=[0, 0, wrong, 0])
+        assert memory() == before
+    push(np.arange(9), x=[5, 6, 7, 8], y=[0, 0, 0, 0])
+    assert memory() == {"x": {}, "y": {}}
 
 
 def test_columns_outside_of_a_row_are_refused() -> None:
