@@ -175,7 +175,8 @@ class Session:
             self._spent["gc"] = 0.0  # a later new key could come while the dict is encoded
             gc.callbacks.append(self._on_garbage)
         self._spent["run"] = now - self._first_step_at
-        self._spent["cpu"] = time.process_time()
+        # Of this thread only: others of the process may compute while this one waits.
+        self._spent["cpu"] = time.thread_time()
         self._step, self._total = step, total
         if finite or not self._unsent:
             self._metrics = finite  # keep unsent metrics that only every tenth step reports

@@ -279,3 +279,41 @@ def test_a_pair_that_fails_only_once_costs_nobody() -> None:
     made.check()
     assert made.verdicts(GOOD) == {"n0", "n1"}
     assert made.steps == 2, "each alone, and both together again"
+
+
+def confirming(faults: dict[str, Fault], slow_from: float = 1.1) -> Ward:
+    """Eight nodes that have passed a check, of which n1 is then checked with three others."""
+    made = Ward({})
+    made.come(*(f"n{i}" for i in range(8)))
+    made.check()
+    assert len(made.verdicts(GOOD)) == 8
+    made.findings.clear()
+    made.faults.update(faults)
+    made.health.reopen(NodeId("n1"), {NodeId(f"n{i}"): 1 for i in (1, 0, 2, 3)}, slow_from)
+    return made
+
+
+def test_a_suspect_that_is_slow_beside_good_nodes_is_left_out() -> None:
+    made = confirming({"n1": "slow"})
+    made.check()
+    assert made.verdicts(SLOW) == {"n1"}
+    assert len(made.verdicts(GOOD)) == 7
+
+
+def test_a_confirmation_that_fails_without_the_suspect_too_leaves_nobody_out() -> None:
+    made = confirming(dict.fromkeys(("n0", "n1", "n2", "n3"), "device"))
+    made.check()
+    assert len(made.verdicts(GOOD)) == 8
+    assert all("failed on other nodes, too" in found.message for found in made.findings)
+
+
+def test_a_suspect_is_compared_with_nodes_of_the_same_check_only() -> None:
+    """All four are slower than in the check before the training, and equal to each other."""
+    made = confirming({})
+    while made.plan():
+        for group in made.health.groups:
+            for node in group:
+                result = CheckResult(passed=True, matmul_s=1.2, allreduce_s=1.2)
+                made.health.take(node, made.health.number, result)
+        made.findings += made.health.judge()
+    assert len(made.verdicts(GOOD)) == 8

@@ -1340,6 +1340,23 @@ def test_nodes_that_get_warm_after_all_were_lost_come_together() -> None:
     assert bench.job.state.round == 2
 
 
+def test_nodes_that_come_again_by_themselves_after_all_were_lost_come_together() -> None:
+    bench = without_platform(1, 2)
+    come(bench, "n0", "n1")
+    assert bench.members == ["n0", "n1"]
+    before = bench.job.state.round
+    late, other = [bench.boot(NodeId(node)) for node in ("n1", "n0")]
+    late.max_restarts = other.max_restarts = 2
+    late.warming = True
+    bench.exchange()
+    bench.pass_time(5.0)
+    assert bench.job.state.round == before, "a round of one node would be interrupted in a moment"
+    late.warming = False
+    bench.settle()
+    assert bench.members == ["n0", "n1"]
+    assert bench.job.state.round == before + 1
+
+
 def test_the_early_death_of_a_forked_worker_is_tried_cold_and_not_charged() -> None:
     bench = running()
     bench.agent("n1").fail(crash(FailureKind.EXCEPTION, fingerprint="E@f:1", forked=True))

@@ -272,6 +272,10 @@ class Health:
         check_groups, self._check_groups, self.due = self._check_groups, [], math.inf
         self._check_group_of.clear()
         check_groups = [check_group for check_group in check_groups if not check_group.void]
+        suspect = next(iter(self.confirming), None)
+        for check_group in check_groups:
+            if suspect is not None and check_group.why and suspect not in check_group.nodes:
+                return self._give_up(check_group.why)
         for check_group in check_groups:
             for node in check_group.nodes:
                 self._record_result(node, check_group)
@@ -281,6 +285,8 @@ class Health:
         # The medians include all earlier results, so that a node that comes alone is compared too.
         matmul = self._medians("matmul_s", by_nodes=False)
         allreduce = self._medians("allreduce_s", by_nodes=True)
+        if suspect is not None:
+            matmul, allreduce = self._witnessed(suspect, check_groups)
         for check_group in check_groups:
             if not check_group.why:
                 findings += self._judge_passed(check_group, matmul.get(0, 0.0), allreduce)
@@ -306,6 +312,37 @@ class Health:
                 times.setdefault(record.nodes if by_nodes else 0, []).append(seconds)
         # The lower one of two: otherwise no node could be slower than twice the median of a pair.
         return {nodes: median_low(known) for nodes, known in times.items()}
+
+    def _give_up(self, why: str) -> list[Finding]:
+        """Let all nodes of a confirmation train again: the check also fails without the suspect.
+
+        Then the failure says nothing about the suspect, and the others have trained until now.
+        """
+        nodes = [node for node in self.confirming if node in self.open]
+        for node in nodes:
+            self.decide(node, Verdict.GOOD)
+        words = f"was not compared, as the check failed on other nodes, too: {why}"
+        return [Finding((node,), Verdict.GOOD, words) for node in nodes]
+
+    def _witnessed(
+        self, suspect: NodeId, check_groups: Sequence[_CheckGroup]
+    ) -> tuple[dict[int, float], dict[int, float]]:
+        """Return the times with which a suspect is compared, as :meth:`_medians` does.
+
+        Earlier checks do not count: the machines may have been cooler then. An all-reduce is
+        compared with the slowest one of the same size without the suspect, because two groups of
+        good nodes may differ by more than the suspect is slow; without such a group, with nothing.
+        """
+        known = [self.node_records[n].matmul_s for n in self.confirming if n != suspect]
+        measured = [seconds for seconds in known if seconds]
+        slowest: dict[int, float] = {}
+        for group in check_groups:
+            if suspect not in group.nodes and not group.why:
+                times = [result.allreduce_s for result in group.results.values()]
+                slowest[len(group.nodes)] = max(slowest.get(len(group.nodes), 0.0), *times)
+        for group in check_groups:
+            slowest.setdefault(len(group.nodes), math.inf)
+        return {0: median_low(measured) if measured else math.inf}, slowest
 
     def _find_bad_nodes(self, check_groups: Sequence[_CheckGroup]) -> list[Finding]:
         """Find the bad nodes of failed groups; other nodes without a verdict are in doubt.

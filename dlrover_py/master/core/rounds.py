@@ -114,7 +114,7 @@ class Rounds:
             return True
         if answer.until is not None:
             self.live.wake(answer.until)
-        if not size.fit(ready) and self._too_late(pending, answer.why):
+        if not (size.fit(ready) or confirming) and self._too_late(pending, answer.why):
             return False
         if pending.kind in ("failure", "loss", "drain", "start"):
             self.state.reason = f"{answer.why} ({pending.reason})"
@@ -231,8 +231,15 @@ class Rounds:
     def _any_survivor(self) -> bool:
         """Return whether a member of the last round lives and stays in the job."""
         members = self.state.world.members if self.state.world is not None else ()
-        nodes = (self.live.nodes.get(member.node) for member in members)
-        return any(node is not None and node.alive and not node.leaving for node in nodes)
+        found = ((m, self.live.nodes.get(m.node)) for m in members)
+        # Where nodes come by themselves, another process may have the id of one that was lost.
+        return any(
+            node is not None
+            and node.incarnation == member.incarnation
+            and node.alive
+            and not node.leaving
+            for member, node in found
+        )
 
     def _look_for_change(self, size: Size, ready: int, current: int) -> None:
         """Declare a next round if the job has none yet, must shrink, or can grow.

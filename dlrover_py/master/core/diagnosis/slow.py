@@ -205,9 +205,11 @@ class SlowJob:
         if state.health.confirmed and left_s > 0:
             return f"the last check was too recent; the next may be in {left_s / 60:.0f} minutes"
         members = [n for n in ready if n.id in world.rank_of and n.id != slow.peer]
+        if slow.kind is SlowKind.LINK and len(members) < WITNESSES:
+            return "fewer than two members to compare with, besides both ends of the link"
         others = [standbys[0], *members[:WITNESSES]]
         changed = slow.usual_s < slow.step_s
-        shift = slow.step_s / slow.usual_s if changed else slow.part / slow.others
+        shift = slow.step_s / slow.usual_s if changed else slow.part / max(slow.others, 1e-6)
         slow_from = 1 + min(1.0, max(LEAST_SHIFT, (shift - 1) / 2))
         self._admission.confirm(suspect, others, slow_from, in_words(slow), self._event)
         return ""

@@ -47,7 +47,8 @@ STAGE_TIMES = 1.5
 """Times the CPU time of the other nodes that a place needs in each window from the first one on,
 so that its part of the model is larger. The node that logs needs 1.3 times as much."""
 STAGE_BUSY = 0.8
-"""CPU seconds that a second of a step at this place has, at least: it never waits for others."""
+"""CPU seconds of the training thread in a second of a step at this place, at least: it never waits
+for others."""
 CLOCKS = 0.05
 """Growth of the share of GPUs with slowed clocks that shows a slow machine."""
 THROTTLED = 0.10
@@ -246,7 +247,8 @@ class SlowWatch:
         cpu = {name: parts.cpu for name, parts in window.nodes.items()}
         node = max(cpu, key=lambda name: (cpu[name], name))
         others = [seconds for name, seconds in cpu.items() if name != node]
-        more = bool(others) and cpu[node] >= STAGE_TIMES * median(others)
+        # Agents that do not report the CPU time say 0.
+        more = bool(others) and cpu[node] >= STAGE_TIMES * median(others) > 0
         first, count, missed, step = self._uneven
         if not more or cpu[node] < STAGE_BUSY * window.step_s or first not in ("", node):
             self._uneven = (first, count, missed + 1, step)
