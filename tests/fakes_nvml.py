@@ -35,6 +35,8 @@ class Gpu:
     links: list[list[int]] = field(default_factory=list)
     """Errors of each NVLink by number of the counter; empty for a link that is down."""
     lost: bool = False
+    errors: dict[str, int] = field(default_factory=dict)
+    """Numbers of the errors that functions raise for it, by their names."""
 
 
 class FakeNvml:
@@ -42,8 +44,11 @@ class FakeNvml:
 
     NVML_ERROR_INVALID_ARGUMENT = 2
     NVML_ERROR_NOT_SUPPORTED = 3
+    NVML_ERROR_NO_PERMISSION = 4
     NVML_ERROR_TIMEOUT = 10
+    NVML_ERROR_FUNCTION_NOT_FOUND = 13
     NVML_ERROR_GPU_IS_LOST = 15
+    NVML_ERROR_UNKNOWN = 999
     NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 1
     NVML_VOLATILE_ECC = 0
     NVML_NVLINK_MAX_LINKS = 36
@@ -57,7 +62,8 @@ class FakeNvml:
     NVMLError = NVMLError
 
     def __init__(self, *gpus: Gpu) -> None:
-        self.gpus, self.waiting, self.watched = list(gpus), list[Event](), list[Gpu]()
+        self.gpus, self.watched = list(gpus), list[Gpu]()
+        self.waiting = list[Event]()
 
     def nvmlInit(self) -> None: ...
 
@@ -65,41 +71,47 @@ class FakeNvml:
         return len(self.gpus)
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> Gpu:
-        return self.gpus[index]
+        return self._asked("nvmlDeviceGetHandleByIndex", self.gpus[index])
 
-    def nvmlDeviceGetIndex(self, handle: Gpu) -> int:
-        return self.gpus.index(handle)
+    def nvmlEventSetCreate(self) -> list[Gpu]:
+        return []
 
-    def nvmlEventSetCreate(self) -> list[Event]:
-        return self.waiting
-
-    def nvmlDeviceRegisterEvents(self, handle: Gpu, eventTypes: int, eventSet: list[Event]) -> None:
+    def nvmlDeviceRegisterEvents(self, handle: Gpu, eventTypes: int, eventSet: list[Gpu]) -> None:
         assert eventTypes == self.nvmlEventTypeXidCriticalError
+        eventSet.append(self._asked("nvmlDeviceRegisterEvents", handle))
         self.watched.append(handle)
 
-    def nvmlEventSetWait_v2(self, eventSet: list[Event], timeoutms: int) -> Event:
-        if not eventSet:
-            raise NVMLError(self.NVML_ERROR_TIMEOUT)
-        return eventSet.pop(0)
+    def nvmlEventSetWait_v2(self, eventSet: list[Gpu], timeoutms: int) -> Event:
+        for event in self.waiting:
+            if any(event.device is gpu for gpu in eventSet):
+                self.waiting.remove(event)
+                return event
+        raise NVMLError(self.NVML_ERROR_TIMEOUT)
 
     def nvmlDeviceGetTotalEccErrors(self, handle: Gpu, errorType: int, counterType: int) -> int:
-        if handle.lost:
-            raise NVMLError(self.NVML_ERROR_GPU_IS_LOST)
-        return self._known(handle.ecc)
+        return self._known(self._asked("nvmlDeviceGetTotalEccErrors", handle).ecc)
 
     def nvmlDeviceGetRemappedRows(self, device: Gpu) -> tuple[int, int, int, int]:
-        return self._known(device.rows)
+        return self._known(self._asked("nvmlDeviceGetRemappedRows", device).rows)
 
     def nvmlDeviceGetCurrentClocksEventReasons(self, handle: Gpu) -> int:
-        return self._known(handle.reasons)
+        name = "nvmlDeviceGetCurrentClocksEventReasons"
+        return self._known(self._asked(name, handle).reasons)
 
     def nvmlDeviceGetNvLinkState(self, device: Gpu, link: int) -> int:
-        if link >= len(device.links):
+        if link >= len(self._asked("nvmlDeviceGetNvLinkState", device).links):
             raise NVMLError(self.NVML_ERROR_INVALID_ARGUMENT)
         return int(bool(device.links[link]))
 
     def nvmlDeviceGetNvLinkErrorCounter(self, device: Gpu, link: int, counter: int) -> int:
-        return device.links[link][counter]
+        return self._asked("nvmlDeviceGetNvLinkErrorCounter", device).links[link][counter]
+
+    def _asked(self, name: str, gpu: Gpu) -> Gpu:
+        """Return the GPU, or raise the error that the function raises for it."""
+        error = self.NVML_ERROR_GPU_IS_LOST if gpu.lost else gpu.errors.get(name)
+        if error is not None:
+            raise NVMLError(error)
+        return gpu
 
     def _known(self, value: T | None) -> T:
         if value is None:

@@ -7,7 +7,7 @@ read in a thread, and the agent never waits for it.
 import importlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -32,6 +32,19 @@ SLOWED = {
 """Reasons of NVML for slow clocks that are faults. A power cap of the driver is usual."""
 
 
+USUAL_ERRORS = (
+    "NVML_ERROR_INVALID_ARGUMENT",
+    "NVML_ERROR_NOT_SUPPORTED",
+    "NVML_ERROR_NO_PERMISSION",
+    "NVML_ERROR_TIMEOUT",
+    "NVML_ERROR_FUNCTION_NOT_FOUND",
+)
+"""Errors of healthy GPUs: this kind of GPU, this driver or this container does not have what was
+asked for, or no event waits."""
+NEWEST = "nvmlDeviceGetCurrentClocksEventReasons"
+"""The newest function that is used. nvidia-ml-py has it since 12.535."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reading:
     """What one GPU says at one time."""
@@ -51,21 +64,15 @@ class Reading:
     """Errors of its NVLinks that made them send again or recover; None without NVLink."""
     slowed: str = ""
     """What slows its clocks, in words; empty if nothing does."""
-
-
-class DeviceError(Exception):
-    """The driver of the GPUs has refused a call, or has lost a GPU."""
+    failure: str = ""
+    """Why not all of it could be read, in words; empty if it could, or if its kind lacks it."""
 
 
 class GpuSource(Protocol):
     """What reads the GPUs of this node."""
 
     def read(self) -> Sequence[Reading]:
-        """Return what each GPU says now; may block.
-
-        Raises:
-            DeviceError: The driver has refused a call, or has lost a GPU.
-        """
+        """Return what each GPU says now; may block."""
 
 
 class NvmlSource:
@@ -80,91 +87,107 @@ class NvmlSource:
         Raises:
             pynvml.NVMLError: There is no driver, or it refuses.
         """
-        self._nvml = nvml
         nvml.nvmlInit()
-        self._devices = [
-            nvml.nvmlDeviceGetHandleByIndex(n) for n in range(nvml.nvmlDeviceGetCount())
-        ]
-        self._events = nvml.nvmlEventSetCreate()
-        for device in self._devices:
-            self._known(
-                nvml.nvmlDeviceRegisterEvents,
-                device,
-                nvml.nvmlEventTypeXidCriticalError,
-                self._events,
-            )
+        self._gpus = [_Gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
 
     def read(self) -> Sequence[Reading]:
-        """Return what each GPU says now.
+        """Return what each GPU says now."""
+        return [gpu.read() for gpu in self._gpus]
 
-        Raises:
-            DeviceError: The driver has refused a call, or has lost a GPU.
+
+class _Gpu:
+    """One GPU. If a call fails, the others are made all the same."""
+
+    def __init__(self, nvml: Any, index: int) -> None:
+        """Open the GPU.
+
+        Args:
+            nvml: The module ``pynvml`` of nvidia-ml-py.
+            index: Its number on the node.
         """
-        try:
-            xids = self._xids()
-            return [self._one(n, device, xids) for n, device in enumerate(self._devices)]
-        except self._nvml.NVMLError as error:
-            raise DeviceError(str(error)) from error
+        self._nvml, self._index = nvml, index
+        self._failure = ""
+        self._device = self._events = None
+        self._open()
 
-    def _one(self, index: int, device: Any, xids: Sequence[tuple[int, int]]) -> Reading:
+    def _open(self) -> None:
         nvml = self._nvml
-        ecc = self._known(
+        self._device = self._value(nvml.nvmlDeviceGetHandleByIndex, self._index)
+        if self._device is None:
+            return
+        # Each GPU has its own events, so a lost GPU does not keep those of others from being read,
+        # and need not be asked for its number.
+        self._events = self._value(nvml.nvmlEventSetCreate)
+        if self._events is not None:
+            kind = nvml.nvmlEventTypeXidCriticalError
+            self._value(nvml.nvmlDeviceRegisterEvents, self._device, kind, self._events)
+
+    def read(self) -> Reading:
+        """Return what it says now."""
+        nvml, self._failure = self._nvml, ""
+        if self._device is None:  # it may be there again
+            self._open()
+        device = self._device
+        if device is None:
+            return Reading(self._index, failure=self._failure)
+        xids = self._xids()
+        ecc = self._value(
             nvml.nvmlDeviceGetTotalEccErrors,
             device,
             nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
             nvml.NVML_VOLATILE_ECC,
         )
-        remapped = self._known(nvml.nvmlDeviceGetRemappedRows, device) or (0, 0, 0, 0)
-        reasons = self._known(nvml.nvmlDeviceGetCurrentClocksEventReasons, device) or 0
+        remapped = self._value(nvml.nvmlDeviceGetRemappedRows, device) or (0, 0, 0, 0)
+        reasons = self._value(nvml.nvmlDeviceGetCurrentClocksEventReasons, device) or 0
         slowed = [word for name, word in SLOWED.items() if reasons & getattr(nvml, name)]
         return Reading(
-            index,
-            tuple(xid for where, xid in xids if where == index),
+            self._index,
+            xids,
             ecc,
             bool(remapped[2]),
             bool(remapped[3]),
-            self._nvlink(device),
+            self._nvlink(),
             " and ".join(dict.fromkeys(slowed)),
+            self._failure,
         )
 
-    def _xids(self) -> list[tuple[int, int]]:
-        """Return the XIDs since the last reading, each with the number of its GPU."""
-        nvml, found = self._nvml, []
-        for _ in range(MAX_EVENTS):
-            try:
-                event = nvml.nvmlEventSetWait_v2(self._events, 0)
-            except nvml.NVMLError as error:
-                if error.value == nvml.NVML_ERROR_TIMEOUT:
-                    break
-                raise
-            found.append((nvml.nvmlDeviceGetIndex(event.device), int(event.eventData)))
-        return found
+    def _xids(self) -> tuple[int, ...]:
+        """Return the XIDs since the last reading."""
+        found: list[int] = []
+        while self._events is not None and len(found) < MAX_EVENTS:
+            event = self._value(self._nvml.nvmlEventSetWait_v2, self._events, 0)
+            if event is None:
+                break
+            found.append(int(event.eventData))
+        return tuple(found)
 
-    def _nvlink(self, device: Any) -> int | None:
-        """Return the errors of all active NVLinks of a GPU; None if it has none."""
+    def _nvlink(self) -> int | None:
+        """Return the errors of all active NVLinks; None if it has none."""
         nvml, total = self._nvml, None
         for link in range(nvml.NVML_NVLINK_MAX_LINKS):
-            active = self._known(nvml.nvmlDeviceGetNvLinkState, device, link)
+            active = self._value(nvml.nvmlDeviceGetNvLinkState, self._device, link)
             if active is None:
                 break  # it has no further link
             for counter in (nvml.NVML_NVLINK_ERROR_DL_REPLAY, nvml.NVML_NVLINK_ERROR_DL_RECOVERY):
-                errors = active and self._known(
-                    nvml.nvmlDeviceGetNvLinkErrorCounter, device, link, counter
+                errors = active and self._value(
+                    nvml.nvmlDeviceGetNvLinkErrorCounter, self._device, link, counter
                 )
                 total = (total or 0) + int(errors or 0)
         return total
 
-    def _known(self, call: Callable[..., Any], *given: object) -> Any:
-        """Return the result of a call, or None if this kind of GPU does not have it."""
+    def _value(self, call: Callable[..., Any], *given: object) -> Any:
+        """Return the result of a call, or None if it fails.
+
+        A failure that is a fault is kept for the reading, the first one of each reading.
+        """
         try:
             return call(*given)
         except self._nvml.NVMLError as error:
-            if error.value in (
-                self._nvml.NVML_ERROR_NOT_SUPPORTED,
-                self._nvml.NVML_ERROR_INVALID_ARGUMENT,
-            ):
-                return None
-            raise
+            if error.value == self._nvml.NVML_ERROR_GPU_IS_LOST:
+                self._failure = "it is lost"
+            elif error.value not in {getattr(self._nvml, name) for name in USUAL_ERRORS}:
+                self._failure = self._failure or f"the driver has failed: {error}"
+            return None
 
 
 def findings(first: Reading, now: Reading, xids: Sequence[int]) -> list[str]:
@@ -175,7 +198,7 @@ def findings(first: Reading, now: Reading, xids: Sequence[int]) -> list[str]:
         now: Its newest reading.
         xids: Its XIDs since the first reading.
     """
-    found = []
+    found = [now.failure] if now.failure else []
     for xid in sorted(set(xids)):
         usual = f", usually {SCRIPT_XIDS[xid]}" if xid in SCRIPT_XIDS else ""
         found.append(f"XID {xid}{usual}")
@@ -188,6 +211,17 @@ def findings(first: Reading, now: Reading, xids: Sequence[int]) -> list[str]:
     if (now.nvlink or 0) > (first.nvlink or 0):
         found.append(f"{(now.nvlink or 0) - (first.nvlink or 0)} errors of its NVLinks")
     return [f"GPU {now.index}: {one}" for one in found]
+
+
+def _completed(reading: Reading, other: Reading) -> Reading:
+    """Return a reading; what it does not have is taken from another one of the same GPU."""
+    return replace(
+        reading,
+        ecc=other.ecc if reading.ecc is None else reading.ecc,
+        nvlink=other.nvlink if reading.nvlink is None else reading.nvlink,
+        remap_pending=reading.remap_pending or other.remap_pending,
+        remap_failed=reading.remap_failed or other.remap_failed,
+    )
 
 
 class DeviceMeter:
@@ -214,6 +248,8 @@ class DeviceMeter:
         self._source: GpuSource | None = None
         self._first: dict[int, Reading] = {}
         """First reading of each GPU."""
+        self._newest: dict[int, Reading] = {}
+        """Newest reading of each GPU."""
         self._xids: dict[int, list[int]] = {}
         """XIDs of each GPU, without repetitions."""
         self._said, self._over = "", False
@@ -235,29 +271,37 @@ class DeviceMeter:
         return [LogFinding(rule=NVML, verdict="FAULT", said=said)] if said else []
 
     def read(self) -> None:
-        """Read all GPUs once; without a source, or after an error of the driver, never again."""
-        try:
-            self._source = self._source or self._open()
-            readings = self._source.read() if self._source is not None else ()
-        except DeviceError as error:
-            self._over, self._said = True, f"the GPU driver has failed: {error}"
-            return
+        """Read all GPUs once; without a source, or after an unexpected error, never again."""
+        self._over = True
+        self._source = self._source or self._open()
+        readings = self._source.read() if self._source is not None else ()
         self._over = not readings
         said = []
         for one in readings:
-            first = self._first.setdefault(one.index, one)
             xids = self._xids.setdefault(one.index, [])
             xids += [xid for xid in one.xids if xid not in xids]
-            said += findings(first, one, xids)
+            newest = one
+            if one.failure:  # what was found before it is still true
+                newest = _completed(one, self._newest.get(one.index, one))
+            self._newest[one.index] = newest
+            first = _completed(self._first.get(one.index, newest), newest)
+            self._first[one.index] = first
+            said += findings(first, newest, xids)
         self._said = "; ".join(said)
         self.slowed = round(sum(bool(r.slowed) for r in readings) / max(1, len(readings)), 2)
 
 
 def nvml_source() -> GpuSource | None:
-    """Return the GPUs as NVML reports them; None without nvidia-ml-py or without a driver."""
+    """Return the GPUs as NVML reports them.
+
+    Returns:
+        None without a driver, without nvidia-ml-py, or if it is older than 12.535.
+    """
     try:
         nvml: ModuleType = importlib.import_module("pynvml")
     except ImportError:
+        return None
+    if not hasattr(nvml, NEWEST):
         return None
     try:
         return NvmlSource(nvml)

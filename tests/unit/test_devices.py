@@ -3,11 +3,14 @@
 None of this has run on a GPU.
 """
 
+import sys
+import threading
 from collections.abc import Sequence
+from types import ModuleType
 
 import pytest
 
-from dlrover_agent.devices import DeviceError, DeviceMeter, GpuSource, NvmlSource, Reading
+from dlrover_agent.devices import DeviceMeter, GpuSource, NvmlSource, Reading, nvml_source
 from dlrover_py.protocol.agents import LogFinding
 from tests.fakes_nvml import Event, FakeNvml, Gpu
 
@@ -61,14 +64,82 @@ def test_clocks_are_slowed_by_faults_and_not_by_a_power_cap() -> None:
     assert [one.slowed for one in readings] == ["", "", "hardware and heat", "its power supply"]
 
 
-def test_a_lost_gpu_ends_the_readings_with_a_finding() -> None:
-    nvml = FakeNvml(Gpu(), Gpu())
+def test_a_lost_gpu_is_named_with_its_xid_and_the_others_are_read() -> None:
+    nvml = FakeNvml(Gpu(), Gpu(ecc=7), Gpu())
     meter = meter_of(nvml)
-    nvml.gpus[1].lost = True
-    with pytest.raises(DeviceError):
-        NvmlSource(nvml).read()
+    nvml.gpus[1].ecc = 9
     meter.read()
-    assert _said(meter) == "the GPU driver has failed: NVML error 15"
+    nvml.gpus[1].lost = True
+    nvml.waiting += [Event(nvml.gpus[1], 79), Event(nvml.gpus[2], 48)]
+    meter.read()
+    assert _said(meter) == (
+        "GPU 1: it is lost; GPU 1: XID 79; GPU 1: 2 memory errors that ECC cannot correct; "
+        "GPU 2: XID 48"
+    )
+
+
+def test_a_gpu_that_is_lost_at_first_is_named_and_may_come_back() -> None:
+    nvml = FakeNvml(Gpu(), Gpu(ecc=7, lost=True))
+    meter = meter_of(nvml)
+    assert _said(meter) == "GPU 1: it is lost"
+    nvml.gpus[1].lost = False
+    meter.read()
+    assert _said(meter) == "", "its errors are from before"
+    nvml.waiting += [Event(nvml.gpus[1], 48)]
+    meter.read()
+    assert _said(meter) == "GPU 1: XID 48"
+
+
+@pytest.mark.parametrize("error", ["FUNCTION_NOT_FOUND", "NO_PERMISSION", "NOT_SUPPORTED"])
+def test_what_a_driver_or_a_container_does_not_have_is_no_fault(error: str) -> None:
+    """A driver before R535 does not have the reasons of slow clocks under this name."""
+    number = getattr(FakeNvml, f"NVML_ERROR_{error}")
+    names = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceRegisterEvents")
+    nvml = FakeNvml(Gpu(ecc=7, errors=dict.fromkeys(names, number)))
+    meter = meter_of(nvml)
+    assert _said(meter) == ""
+    nvml.gpus[0].ecc = 8
+    meter.read()
+    assert "memory errors" in _said(meter), "the rest is read"
+
+
+def test_an_error_of_one_call_is_told_and_the_rest_is_read() -> None:
+    nvml = FakeNvml(Gpu(ecc=7, errors={"nvmlDeviceGetRemappedRows": 999}))
+    meter = meter_of(nvml)
+    nvml.gpus[0].ecc = 8
+    meter.read()
+    assert _said(meter) == (
+        "GPU 0: the driver has failed: NVML error 999; "
+        "GPU 0: 1 memory errors that ECC cannot correct"
+    )
+    nvml.gpus[0].errors.clear()
+    meter.read()
+    assert _said(meter) == "GPU 0: 1 memory errors that ECC cannot correct"
+
+
+def test_an_unexpected_error_ends_the_readings() -> None:
+    class Old:
+        def read(self) -> Sequence[Reading]:
+            raise AttributeError("nvmlDeviceGetRemappedRows")
+
+    meter = DeviceMeter(Old, clock=iter((0.0, 60.0)).__next__)
+    with pytest.raises(AttributeError):
+        meter.read()
+    threads = {*threading.enumerate()}
+    assert meter.found() == []
+    assert meter.found() == []
+    assert threads == {*threading.enumerate()}, "no reading has begun in a thread"
+
+
+def test_a_library_without_the_newest_function_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = ModuleType("pynvml")
+    monkeypatch.setitem(sys.modules, "pynvml", old)
+    assert nvml_source() is None
+    nvml = FakeNvml(Gpu())
+    old.__dict__.update({name: getattr(nvml, name) for name in dir(nvml) if name[0] != "_"})
+    found = nvml_source()
+    assert found is not None
+    assert found.read() == [Reading(0, ecc=0)]
 
 
 def test_without_a_library_or_a_gpu_nothing_is_read_again() -> None:

@@ -9,6 +9,8 @@ from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.status import JobPhase
 from dlrover_py.protocol.words import counted
 
+_Key = tuple[str, str]
+"""A rule; and for GPUs what they report, because one old fault must not hide another one."""
 SHOWN = 4
 """Largest number of nodes whose GPUs are described."""
 
@@ -20,9 +22,9 @@ class LogFindings:
         self.state, self.live, self.log = context.state, context.live, context.log
         self._found: dict[NodeId, tuple[int, list[LogFinding]]] = {}
         """What each node reports, and its round; nodes that report nothing are left out."""
-        self._told: dict[str, tuple[int, float]] = {}
+        self._told: dict[_Key, tuple[int, float]] = {}
         """The event of each rule that applies, and since when it applies."""
-        self._told_in: dict[str, int] = {}
+        self._told_in: dict[_Key, int] = {}
         """The round in which each rule was told last."""
 
     def take_report(self, node_id: NodeId, report: AgentReport) -> None:
@@ -40,34 +42,39 @@ class LogFindings:
         state, pending = self.state, self.state.pending_round
         over = state.world is None or state.phase is not JobPhase.RUNNING
         over |= pending is not None and pending.kind not in NON_DISRUPTIVE
-        applies: dict[str, list[tuple[NodeId, LogFinding]]] = {}
+        applies: dict[_Key, list[tuple[NodeId, LogFinding]]] = {}
         for node_id, (number, findings) in self._found.items():
             for finding in findings if number == state.round else ():
-                applies.setdefault(finding.rule, []).append((node_id, finding))
+                key = finding.rule, finding.said if finding.rule == NVML else ""
+                applies.setdefault(key, []).append((node_id, finding))
         if not applies and not self._told:
             return
         texts, self.live.log_hang = [], None
-        for rule, found in applies.items():
-            if over and self._told_in.get(rule) == state.round:
+        for key, found in applies.items():
+            if over and self._told_in.get(key) == state.round:
                 continue  # nodes go on to report it until the next round begins
             node_id, first = found[0]
             texts.append(_in_words(found))
-            if rule not in self._told:
-                self._told_in[rule] = state.round
+            if key not in self._told:
+                self._told_in[key] = state.round
                 event = self.log.record(EventReason.LOG_RULE, texts[-1], node=node_id, warning=True)
-                self._told[rule] = event, self.live.now - self._expected_s(rule)
+                self._told[key] = event, self.live.now - self._expected_s(key[0])
             if first.verdict == "HANG" and self.live.log_hang is None:
-                expected = self._rule(rule)
+                expected = self._rule(key[0])
                 ends = expected is not None and expected.expected_every_seconds is not None
-                self.live.log_hang = texts[-1], self._told[rule][1], ends
+                self.live.log_hang = texts[-1], self._told[key][1], ends
         if over:  # told all the same: a worker may have died of what it has printed
             self._found.clear()
             applies.clear()
             texts, self.live.log_hang = [], None
-        for rule in [rule for rule in self._told if rule not in applies]:
+        for key in [key for key in self._told if key not in applies]:
+            event, _ = self._told.pop(key)
+            rule = key[0]
             message = f"log rule {rule} does not apply any more" if rule else "the round is over"
-            message = "no GPU reports a fault any more" if rule == NVML else message
-            event, _ = self._told.pop(rule)
+            if rule == NVML:
+                if any(other == NVML for other, _ in applies):
+                    continue  # a GPU reports another fault, or one more
+                message = "the round is over" if over else "no GPU reports a fault any more"
             self.log.record(EventReason.LOG_RULE_OVER, message, cause=event)
         self.live.log_rule = "; ".join(texts)
 
