@@ -88,14 +88,14 @@ class NvmlSource:
             pynvml.NVMLError: There is no driver, or it refuses.
         """
         nvml.nvmlInit()
-        self._gpus = [_Gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+        self._gpus = [_NvmlGpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
 
     def read(self) -> Sequence[Reading]:
         """Return what each GPU says now."""
         return [gpu.read() for gpu in self._gpus]
 
 
-class _Gpu:
+class _NvmlGpu:
     """One GPU. If a call fails, the others are made all the same."""
 
     def __init__(self, nvml: Any, index: int) -> None:
