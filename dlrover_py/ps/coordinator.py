@@ -112,15 +112,7 @@ class Coordinator:
         self.planner = Planner(start, rules, now)
         self._context = new_context()
         self.socket = self._context.socket(zmq.ROUTER)
-        self.socket.linger = 0
-        self.socket.maxmsgsize = MAX_BODY_BYTES  # whoever reaches it could fill the memory
-        if listener is None:
-            port = self.socket.bind_to_random_port("tcp://127.0.0.1")
-        else:
-            port = listener.getsockname()[1]
-            listener.setblocking(False)
-            self.socket.setsockopt(zmq.USE_FD, os.dup(listener.fileno()))  # ZeroMQ closes it
-            self.socket.bind(f"tcp://127.0.0.1:{port}")
+        port = _bind(self.socket, listener)
         self.access = JobAccess(job, f"tcp://127.0.0.1:{port}", token)
         self._key = self.access.key
         self._routes: dict[bytes, float] = {}
@@ -376,6 +368,24 @@ class Coordinator:
     def _send(self, route: bytes, message: Any) -> None:
         with contextlib.suppress(zmq.Again):  # it asks again
             send(self.socket, message, [], self._key, route)
+
+
+def _bind(socket: Any, listener: sockets.socket | None) -> int:
+    """Have a socket of ZeroMQ listen, and return its port.
+
+    Args:
+        socket: The socket.
+        listener: A socket that listens, which is shared. None: a new one on the loopback device.
+    """
+    socket.linger = 0
+    socket.maxmsgsize = MAX_BODY_BYTES  # whoever reaches it could fill the memory
+    if listener is None:
+        return int(socket.bind_to_random_port("tcp://127.0.0.1"))
+    port: int = listener.getsockname()[1]
+    listener.setblocking(False)
+    socket.setsockopt(zmq.USE_FD, os.dup(listener.fileno()))  # ZeroMQ closes it
+    socket.bind(f"tcp://127.0.0.1:{port}")
+    return port
 
 
 def _first_map(empty: ClusterMap, store: MapStore, source: SavedCut | None) -> ClusterMap:
