@@ -79,9 +79,10 @@ class _Pace:
     due: float = 0.0
     """When it says again how far it is."""
 
-    def word(self, name: str, incarnation: int, leaving: bool) -> m.Stepped:
+    def word(self, name: str, incarnation: int, epoch: int, leaving: bool) -> m.Stepped:
         """Return how far the worker is, or that it leaves, for the coordinator."""
-        return m.Stepped(name, incarnation, self.follower.ended, self.world, self.round, leaving)
+        ended = self.follower.ended
+        return m.Stepped(name, incarnation, epoch, ended, self.world, self.round, leaving)
 
 
 @dataclass(slots=True)
@@ -423,7 +424,7 @@ class PsClient:
         pace = self._pace
         if pace is not None and (self._broken is None or leaving):
             pace.due = time.monotonic() + ASK_S
-            self._send("", pace.word(self.name, self._incarnation, leaving))
+            self._send("", pace.word(self.name, self._incarnation, self.map.epoch, leaving))
 
     def _follow_steps(self) -> None:
         """Go on if the newest map allows it, or begin the step again with the new group."""

@@ -231,6 +231,7 @@ class Coordinator:
                 planner.use(message.consistency)
                 epoch = -1
             case m.Stepped():
+                epoch = message.epoch
                 self._group.heard(message, now)
             case m.Drain():
                 planner.drain(message.server)

@@ -214,10 +214,15 @@ class UseConsistency:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """How far a worker is. It says so when it has ended a step, and often."""
+    """How far a worker is. It says so when it has ended a step, and often.
+
+    The answer is the map, if that is newer.
+    """
 
     client: str
     incarnation: int
+    epoch: int
+    """Epoch of the worker's map. The news of a step may have gone to an earlier connection."""
     step: StepId
     """The last step that it has ended. All servers have what it pushed."""
     world: int

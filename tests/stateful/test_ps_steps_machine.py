@@ -132,9 +132,9 @@ class StepMachine(base.PsCutMachine):
             self.report(client)
 
     def report(self, client: Worker, *, leaving: bool = False) -> None:
-        word = m.Stepped(
-            client.name, client.incarnation, client.follower.ended, self.world, 0, leaving
-        )
+        known, ended = client.requests.map, client.follower.ended
+        epoch = known.epoch if known is not None else -1
+        word = m.Stepped(client.name, client.incarnation, epoch, ended, self.world, 0, leaving)
         self.network.append((client.name, base.COORDINATOR, word, None))
 
     def send_parts(self, client: Any, parts: Any) -> None:

@@ -15,6 +15,7 @@ import zmq
 
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.ps import messages as m
+from dlrover_py.ps import specs
 from dlrover_py.ps.cluster_map import ClusterMap, CutPlace
 from dlrover_py.ps.coordinator import Coordinator
 from dlrover_py.ps.map_store import MapFile
@@ -212,7 +213,8 @@ def test_one_who_could_not_be_heard_was_not_silent(tmp_path: Path, listener: soc
 
         def stepped(name: str, step: int, now: float) -> None:
             known = made.planner.map
-            word = m.Stepped(name, known.clients[name], (known.steps.generation, step), 3)
+            ended = known.steps.generation, step
+            word = m.Stepped(name, known.clients[name], known.epoch, ended, 3)
             say(name, word, now)
 
         try:
@@ -278,3 +280,20 @@ def test_a_server_with_a_newer_map_is_refused(tmp_path: Path, listener: socket.s
             assert not made.planner.map.servers
         finally:
             context.destroy(linger=0)
+
+
+def test_a_worker_that_missed_the_end_of_a_step_gets_it_with_its_next_word(
+    tmp_path: Path, listener: socket.socket
+) -> None:
+    """The news goes to the connections of that moment. A worker may have made another one."""
+    with coordinator(tmp_path, listener) as made:
+        made.planner.use(specs.sync(silence_s=60.0))
+        incarnation = made.planner.join("w")
+        word = m.Stepped("w", incarnation, made.planner.map.epoch, (0, 0), 1)
+        with program(made.access) as ask:
+            known = ask(made, word)
+            assert known.steps.members == {"w": incarnation}
+            ended = replace(word, epoch=known.epoch, step=(1, 1))
+            assert ask(made, ended).steps.done == 1
+        with program(made.access) as ask:
+            assert ask(made, ended).steps.done == 1

@@ -173,7 +173,7 @@ def test_a_wrong_consistency_is_refused(wrong: Callable[[], Consistency]) -> Non
 
 
 def word(client: str, incarnation: int, step: tuple[int, int] = (0, 0), **more: Any) -> Stepped:
-    return Stepped(client, incarnation, step, more.pop("world", 2), **more)
+    return Stepped(client, incarnation, 0, step, more.pop("world", 2), **more)
 
 
 def test_workers_of_a_new_round_wait_for_each_other() -> None:

@@ -59,10 +59,10 @@ def changed(frames: list[bytes], at: int, replacement: bytes) -> list[bytes]:
 
 GOOD = sent(PUSH, [("t", [IDS, GRADS])])
 OTHER_JOB = JobAccess("other", "tcp://x", "token").key
-NEXT_VERSION = GOOD[0][:4] + b"\x03" + GOOD[0][5:]
+NEXT_VERSION = GOOD[0][:4] + b"\x04" + GOOD[0][5:]
 WRONG = [
     (sent(PUSH, [], OTHER_JOB), "another job"),
-    (changed(GOOD, 0, NEXT_VERSION), "expected version 2 .* found 3"),
+    (changed(GOOD, 0, NEXT_VERSION), "expected version 3 .* found 4"),
     (changed(GOOD, 0, b"HTTP" + GOOD[0][4:]), "DLRover-Py's"),
     (changed(GOOD, 2, GOOD[2][:-1] + b"\xff"), "checksum"),
     (changed(GOOD, 1, GOOD[1][:-1]), "checksum"),
