@@ -8,8 +8,7 @@ With steps of all workers (``sync`` and ``ssp``), each push ends a step of this 
 before, it is sent again as a push of the next step, under a new number.
 """
 
-import contextlib
-import os
+import secrets
 import threading
 import time
 from collections import deque
@@ -111,8 +110,10 @@ class PsClient:
             ConfigError: The coordinator refuses this worker.
             UnreachableError: There is no coordinator, or too few servers have come in time.
         """
-        self.name, self._key, self._timeout_s = name, access.key, timeout_s
+        self.name, self._timeout_s = name, timeout_s
         self._incarnation = 0
+        self._call = secrets.token_hex(8)
+        """Names the request of this program to begin, however often it is sent."""
         self._joined = False
         self._broken: DLRoverError | None = None
         """Why this client can do nothing more."""
@@ -128,9 +129,7 @@ class PsClient:
         self._seq = 0
         self._tables = SentTables(name)
         self._address = access.address
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_write, False)
-        os.set_blocking(self._wake_read, False)
+        self._lines = Connections(access.address, access.key)
         self._over = False
         self._thread = threading.Thread(target=self._run, name="ps-client", daemon=True)
         self._thread.start()
@@ -160,10 +159,8 @@ class PsClient:
         """
         formats = formats or Formats()
         self._tables.check(spec, formats)
-        with self._changed:
-            self._refusal = ""
-        self._post(m.CreateTable(spec))
-        self._wait(lambda: self.map.table(spec.name) == spec, f"table {spec.name}")
+        command = m.CreateTable(spec)
+        self._wait(lambda: self.map.table(spec.name) == spec, f"table {spec.name}", command)
         self._tables.add(spec, formats)
 
     def use(self, consistency: Consistency, world: int | None = None) -> None:
@@ -179,14 +176,12 @@ class PsClient:
             ConfigError: The workers of this job use another one, or it is malformed.
             UnreachableError: The coordinator did not answer.
         """
-        with self._changed:
-            self._refusal = ""
-        self._post(m.UseConsistency(consistency))
-        self._wait(lambda: self.map.steps.consistency == consistency, f"{consistency}")
+        command = m.UseConsistency(consistency)
+        self._wait(lambda: self.map.steps.consistency == consistency, f"{consistency}", command)
         if consistency.kind is not ConsistencyKind.ASYNC and self._pace is None:
             found = Settings.from_environment()
             self._pace = _Pace(StepFollower(consistency), world or found.world, found.round)
-            self._wake()
+            self._lines.wake()
 
     @property
     def synchronous(self) -> bool:
@@ -267,12 +262,8 @@ class PsClient:
     def close(self) -> None:
         """Stop the thread. Requests that are not done fail."""
         self._over = True
-        self._wake()
+        self._lines.wake()
         self._thread.join()
-        if self._wake_read >= 0:
-            os.close(self._wake_read)
-            os.close(self._wake_write)
-            self._wake_read = self._wake_write = -1
 
     def __enter__(self) -> "PsClient":
         return self
@@ -294,10 +285,10 @@ class PsClient:
         """
         parts, buckets = self._tables.ordered(self.map, tables, push=push, whole=whole)
         request = _Request(parts, buckets, push, time.monotonic() + self._timeout_s)
-        if not buckets and not (push and self._pace):
+        if buckets or (push and self._pace):
+            self._post(request)
+        else:
             request.future.set_result(received(request.parts))
-            return request.future
-        self._post(request)
         return request.future
 
     def _meet(self, step: int, world: int | None, *, restore: bool) -> int:
@@ -318,47 +309,50 @@ class PsClient:
             UnreachableError: Not all workers called in time.
             DLRoverError: This client is broken, for example because a push has failed.
         """
-        if world is None:
-            world = Settings.from_environment().world
+        world = Settings.from_environment().world if world is None else world
         self._meetings += 1
         meet = m.Meet(self.name, self._incarnation, self._meetings, step, world, restore)
         meeting = _Meeting(meet, time.monotonic() + self._timeout_s)
         self._post(meeting)
         met = meeting.future.result()
         if met.words:
-            verb = "not restored" if restore else "not saved"
-            raise CheckpointError(f"the tables were {verb}: {met.words}")
+            verb = "restored" if restore else "saved"
+            raise CheckpointError(f"the tables were not {verb}: {met.words}")
         return met.step
 
     def _post(self, command: _Request | _Meeting | m.CreateTable | m.UseConsistency) -> None:
         if self._broken is not None:
             raise self._broken
         self._commands.append(command)
-        self._wake()
+        self._lines.wake()
 
-    def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError, OSError):
-            os.write(self._wake_write, b".")
-
-    def _wait(self, ready: Any, what: str) -> None:
+    def _wait(
+        self, ready: Any, what: str, command: m.CreateTable | m.UseConsistency | None = None
+    ) -> None:
         """Wait until the thread has news that fulfil a condition.
 
         Args:
             ready: The condition.
             what: What is waited for.
+            command: What the coordinator is told, again and again: the next one may not know it.
 
         Raises:
             ConfigError: The coordinator refused it.
             UnreachableError: Nothing came in time.
         """
+        deadline = time.monotonic() + self._timeout_s
         with self._changed:
-            self._changed.wait_for(
-                lambda: ready() or self._refusal or self._broken, self._timeout_s
-            )
+            self._refusal = "" if command else self._refusal
+            while not ready() and (left_s := deadline - time.monotonic()) > 0:
+                if command:
+                    self._post(command)
+                self._changed.wait_for(
+                    lambda: ready() or self._refusal or self._broken, min(WATCH_S, left_s)
+                )
+                if not ready() and (self._broken or self._refusal):
+                    raise self._broken or ConfigError(self._refusal)
             if ready():
                 return
-            if self._broken is not None or self._refusal:
-                raise self._broken or ConfigError(self._refusal)
         raise UnreachableError(
             f"{what}: no answer of the coordinator at {self._address} within {self._timeout_s:g} s"
         )
@@ -366,18 +360,15 @@ class PsClient:
     # --- The thread ---
 
     def _run(self) -> None:
-        self._lines = Connections(self._address, self._key, self._wake_read)
         watch_at = 0.0
         try:
             while not self._over:
                 now = time.monotonic()
                 if now >= watch_at:
                     watch_at = now + WATCH_S
-                    known = self._requests.map
-                    self._send("", m.WatchMap(known.epoch if known else -1))
+                    begin = m.JoinClient(self.name, self._call)
+                    self._send("", m.WatchMap(self.map.epoch) if self._joined else begin)
                 self._lines.poll(TICK_S)
-                with contextlib.suppress(BlockingIOError):
-                    os.read(self._wake_read, 4096)
                 self._take_commands()
                 self._receive()
                 self._tick(time.monotonic())
@@ -406,13 +397,14 @@ class PsClient:
         if not self._pushes or busy or (self._pace is not None and self._pace.push is not None):
             return
         first = self._pushes[0]
-        if isinstance(first, _Meeting):
-            self._pushes.popleft()
+        if isinstance(first, _Request) and self._pace is not None and not self._is_member():
+            return
+        self._pushes.popleft()
+        if isinstance(first, _Request):
+            self._start(first)
+        else:
             self._meeting = first
             self._ask(first)
-        elif self._pace is None or self._is_member():
-            self._pushes.popleft()
-            self._start(first)
 
     # --- Steps with other workers ---
 
@@ -477,14 +469,16 @@ class PsClient:
             request.future.set_exception(self._broken)
             return
         self._seq += 1
+        now = time.monotonic()
+        request.deadline = now + self._timeout_s  # it may have waited for others
         if request.push and self._pace is not None:
             request.step = self._pace.follower.step()
             if not request.buckets:
                 self._ended(request)
                 return
         self._open[self._seq] = request
-        parts = self._requests.start(self._seq, request.buckets, time.monotonic())
-        self._send_parts(self._without_lost(parts))
+        parts = self._without_lost(self._requests.start(self._seq, request.buckets, now))
+        self._send_parts(parts)
 
     def _without_lost(self, parts: list[SendPart]) -> list[SendPart]:
         """Fail the requests for lost rows; return the parts of all others."""
@@ -542,15 +536,12 @@ class PsClient:
         self._lines.keep({"", *current.servers})
         self._follow_steps()
         self._send_parts([one for one in self._without_lost(parts) if one.seq in self._open])
-        if not self._joined:
-            self._joined = True
-            self._before = current.clients.get(self.name, 0)
-            self._send("", m.JoinClient(self.name))
+        self._joined = self._joined or current.calls.get(self.name) == self._call
         newest = current.clients.get(self.name, 0)
         if self._meeting is not None:
             self._ask(self._meeting)
         with self._changed:
-            if newest > self._before and current.placements and not self._incarnation:
+            if self._joined and current.placements and not self._incarnation:
                 self._incarnation = newest
             self._changed.notify_all()
         if self._incarnation and newest > self._incarnation:
@@ -595,13 +586,13 @@ class PsClient:
                 self._report()
             self._next_push()
             first = pace.push or (self._pushes[0] if self._pushes else None)
-            if isinstance(first, _Request) and first.deadline < now:
-                words = f"the other workers have not ended a step within {self._timeout_s:g} s"
-                self._break(UnreachableError(f"{words}: expected {pace.world} workers"))
+            # Members are heard all the time, so a member waits for a slow one as long as it takes.
+            if isinstance(first, _Request) and first.deadline < now and not self._is_member():
+                words = f"expected {pace.world} workers within {self._timeout_s:g} s: fewer came"
+                self._break(UnreachableError(words))
         for seq, request in list(self._open.items()):
             if request.deadline < now:
-                words = f"no server has answered a request within {self._timeout_s:g} s"
-                self._fail(seq, UnreachableError(words))
+                self._fail(seq, UnreachableError(f"no server answered in {self._timeout_s:g} s"))
 
     def _fail(self, seq: int, error: DLRoverError) -> None:
         """End a request without success. After a push, which may be applied in part, all end."""

@@ -109,6 +109,8 @@ class ClusterMap:
     """The servers that give their buckets away."""
     clients: dict[str, int] = field(default_factory=dict)
     """Newest incarnation of each worker, by the worker's name."""
+    calls: dict[str, str] = field(default_factory=dict)
+    """The call with which each worker has begun last, by the worker's name."""
     placements: tuple[Placement, ...] = ()
     """One for each bucket; empty until enough servers have come."""
     cut: CutPlace | None = None

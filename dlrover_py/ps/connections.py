@@ -1,9 +1,10 @@
 """The sockets of a worker: one to the coordinator, and one to each server.
 
-All calls are made by one thread.
+All calls but :meth:`Connections.wake` are made by one thread.
 """
 
 import contextlib
+import socket
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -19,23 +20,32 @@ AT_ONCE = 32
 class Connections:
     """Sockets by the name of a server; that of the coordinator is empty."""
 
-    def __init__(self, coordinator: str, key: bytes, wake: int) -> None:
+    def __init__(self, coordinator: str, key: bytes) -> None:
         """Make no connection yet.
 
         Args:
             coordinator: Address of the coordinator.
             key: The key that all messages of the job have.
-            wake: A descriptor that ends :meth:`poll` when it is readable.
         """
         self._key = key
         self._context = new_context(ipv6="[" in coordinator)
         self._poller = zmq.Poller()
-        self._poller.register(wake, zmq.POLLIN)
+        self._woken, self._wakes = socket.socketpair()
+        for end in (self._woken, self._wakes):
+            end.setblocking(False)
+        self._poller.register(self._woken, zmq.POLLIN)
         self._sockets: dict[str, Any] = {}
 
     def poll(self, seconds: float) -> None:
-        """Wait until there is something to read, or for some seconds."""
+        """Wait until there is something to read, or :meth:`wake` is called, or for some seconds."""
         self._poller.poll(int(seconds * 1000))
+        with contextlib.suppress(BlockingIOError):
+            self._woken.recv(4096)
+
+    def wake(self) -> None:
+        """End :meth:`poll`, now or the next time. Any thread may call this, after the end, too."""
+        with contextlib.suppress(OSError):
+            self._wakes.send(b".")
 
     def send(self, name: str, address: str, message: Any, payload: Payload) -> None:
         """Send a message, if its queue has room. A connection is made first if there is none.
@@ -50,11 +60,11 @@ class Connections:
             ConfigError: The arrays are larger than a message may be.
         """
         if name not in self._sockets:
-            socket = self._context.socket(zmq.DEALER)
-            socket.linger = 0
-            socket.connect(address)
-            self._poller.register(socket, zmq.POLLIN)
-            self._sockets[name] = socket
+            made = self._context.socket(zmq.DEALER)
+            made.linger = 0
+            made.connect(address)
+            self._poller.register(made, zmq.POLLIN)
+            self._sockets[name] = made
         # A full queue is one more lost message: what has no answer is sent again.
         with contextlib.suppress(zmq.Again):
             send(self._sockets[name], message, payload, self._key)
@@ -76,10 +86,12 @@ class Connections:
     def keep(self, names: Collection[str]) -> None:
         """End the connections to all others."""
         for gone in self._sockets.keys() - set(names):
-            socket = self._sockets.pop(gone)
-            self._poller.unregister(socket)
-            socket.close()
+            ended = self._sockets.pop(gone)
+            self._poller.unregister(ended)
+            ended.close()
 
     def close(self, linger_ms: int) -> None:
         """End all connections, at the latest after some milliseconds for what is not sent yet."""
         self._context.destroy(linger=linger_ms)
+        self._woken.close()
+        self._wakes.close()

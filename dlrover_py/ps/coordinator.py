@@ -223,10 +223,11 @@ class Coordinator:
             case m.WatchMap():
                 epoch = message.epoch
             case m.JoinClient():
-                planner.join(message.client)
+                planner.join(message.client, message.call)
+                epoch = -1  # the answer is a map in any case
             case m.CreateTable():
                 planner.create_table(message.spec)
-                epoch = -1  # the answer is a map in any case
+                epoch = -1
             case m.UseConsistency():
                 planner.use(message.consistency)
                 epoch = -1

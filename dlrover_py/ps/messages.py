@@ -196,6 +196,8 @@ class JoinClient:
     """A worker begins. The answer is a map with its incarnation; older ones may push no more."""
 
     client: str
+    call: str
+    """Drawn by the worker's program, which sends the same one until it is answered."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,8 +161,12 @@ class Planner:
             later = dict.fromkeys(gone, self.map.epoch + 1)
             self._set(steps=steps, clients=self.map.clients | later)
 
-    def join(self, client: str) -> int:
+    def join(self, client: str, call: str) -> int:
         """Return the incarnation of a worker that begins now; it ends the rights of older ones.
+
+        Args:
+            client: The worker's name.
+            call: Its call. If the last one is repeated, nothing changes.
 
         Raises:
             ConfigError: The name is malformed, or there are too many workers.
@@ -171,7 +175,10 @@ class Planner:
             raise ConfigError(f"expected a worker's name of letters, digits and _.-: {client!r}")
         if len(self.map.clients) >= MAX_CLIENTS and client not in self.map.clients:
             raise ConfigError(f"expected at most {MAX_CLIENTS} workers")
-        self._set(clients=self.map.clients | {client: self.map.epoch + 1})
+        if self.map.calls.get(client) == call:
+            return self.map.clients[client]
+        calls = self.map.calls | {client: call}
+        self._set(clients=self.map.clients | {client: self.map.epoch + 1}, calls=calls)
         return self.map.epoch
 
     def synced(self, sender: str, bucket: int, term: int, learner: str) -> None:

@@ -104,7 +104,10 @@ class StepGroup:
             here: The last word of each worker that is there.
             members: The members that stay.
         """
-        groups = {_group(here[name]) for name in here.keys() - members.keys()}
+        # A program of an earlier round, or of none, must not end the rights of the members.
+        least = max((here[name].round for name in here.keys() & members.keys()), default=0)
+        newcomers = {_group(here[name]) for name in here.keys() - members.keys()}
+        groups = {group for group in newcomers if group[0] >= least}
         for group in sorted(groups, reverse=True):
             same = {
                 name: report.incarnation

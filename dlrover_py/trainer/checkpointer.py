@@ -271,7 +271,7 @@ class Checkpointer:
         self._polls_stop = True
         session.report_agreement()  # once; before a step that no save has followed yet
         context, votes, previous = self._opened, self._votes, self._schedule.previous
-        alone = context is None or context.world == 1
+        alone = (context.world if context is not None else session.world().size) == 1
         if not votes.stop and alone and (not self.stats.calls or previous == self._last_due_step):
             votes.stop = session.should_stop()
         return votes.stop

@@ -7,6 +7,7 @@ purpose is listed here, and in docs/warm-start.md.
 import json
 import re
 import subprocess
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from dlrover_agent.workers.worker import EARLY_S
 from tests.process.harness import Place, eventually
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.whole_torch]
@@ -63,9 +65,15 @@ def warm_run(place: Place, argv: list[str], env: dict[str, str], name: str) -> s
     with words.open("w") as output:
         process = place.popen(*argv, env=env, stdout=output, stderr=output)
     try:
+        eventually(lambda: "workers_started" in words.read_text(), "workers", within_s=300)
+        # The recipe of workers that die early is not kept for the next run.
+        old = time.monotonic() + EARLY_S
         eventually(
-            lambda: "zygote_ready" in words.read_text() or process.poll() is not None,
-            "a zygote",
+            lambda: (
+                ("zygote_ready" in words.read_text() and time.monotonic() > old)
+                or process.poll() is not None
+            ),
+            "a zygote, and workers that have lived for some time",
             within_s=300,
         )
         go.touch()

@@ -137,7 +137,7 @@ def test_of_an_upload_that_is_called_off_nothing_stays(url: str, server: Server)
     sink = CheckpointDirectory(url).place.sink(f"{folder_of(7, DRAWN)}/__0_0.distcp")
     for _ in range(4):
         sink.write(bytes(MIN_PART))
-    eventually(lambda: sent() >= 3, "parts are there")
+    eventually(lambda: sent() >= 4, "all parts are there")
     sink.abandon()
     sink.abandon()
     eventually(lambda: sent() == 0, "they are gone")

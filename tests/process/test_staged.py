@@ -445,6 +445,21 @@ def test_all_ranks_stop_after_the_same_step_and_save_it(folder: Path, every: int
     assert first[0] == first[1] > 20
 
 
+def test_no_rank_stops_before_the_ranks_have_agreed(folder: Path) -> None:
+    """Rank 1 is asked first: if it left now, rank 0 would wait for it in its next collective."""
+    import socket
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as agent:
+        path = folder / "agent.sock"
+        agent.bind(str(path))
+        agent.settimeout(150)
+        ranks = world("asked_before_its_first_save", folder, 1, DLROVER_AGENT_SOCKET=str(path))
+        _, sender = agent.recvfrom(8192)
+        agent.sendto(WorkerRequest(stop="the node is drained").encode(), sender)
+        first, second = said(ranks)
+    assert first == second == [False, False, True]
+
+
 def test_a_save_that_one_rank_has_missed_is_nobodys(folder: Path) -> None:
     first, second = said(world("without_a_slot_once", folder))
     assert first[0] == second[0]

@@ -66,6 +66,19 @@ def until_it_should_stop() -> None:
     say([step, newest])
 
 
+def asked_before_its_first_save() -> None:
+    """Rank 1 is asked to stop before a save; says the answers before, then, and after saves."""
+    with Checkpointer(every=1) as checkpointer:
+        answers = [checkpointer.should_stop]
+        while rank == 1 and not session.should_stop():
+            threading.Event().wait(0.01)
+        answers.append(checkpointer.should_stop)
+        for step in (1, 2):
+            checkpointer.save(step, state)
+        answers.append(checkpointer.should_stop)
+    say(answers)
+
+
 def locked_slots(checkpointer: Checkpointer) -> list[shm.ShmSlot]:
     """Readers that hold each slot, so that nothing can be staged until they are closed."""
     readers = [shm.ShmSlot(slot.path) for slot in pool_of(stager_of(checkpointer)).slots]
@@ -217,6 +230,7 @@ def stored_and_loaded() -> None:
 WAYS: tuple[Callable[[], None], ...] = (
     by_a_clock_of_its_own,
     until_it_should_stop,
+    asked_before_its_first_save,
     without_a_slot_once,
     without_a_slot_for_storage,
     with_a_state_that_cannot_be_saved,

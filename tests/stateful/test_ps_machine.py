@@ -85,7 +85,7 @@ class PsMachine(RuleBasedStateMachine):
         self.plan.create_table(TABLE)
         self.epoch = 0
         self.clients: dict[str, Any] = {
-            name: Client(name, self.plan.join(name)) for name in self.workers
+            name: Client(name, self.plan.join(name, "call")) for name in self.workers
         }
         self.expected = np.zeros(len(IDS))
         self.acknowledged: dict[tuple[int, str], tuple[int, int]] = {}

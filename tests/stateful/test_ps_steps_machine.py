@@ -200,7 +200,9 @@ class StepMachine(base.PsCutMachine):
     def a_worker_starts(self, name: str) -> None:
         if name in NAMES[: self.world]:
             follower = self.steps.StepFollower(SYNC)
-            self.clients[name] = Worker(name, self.plan.join(name), follower=follower)
+            self.clients[name] = Worker(
+                name, self.plan.join(name, f"call-{self.plan.map.epoch}"), follower=follower
+            )
             self.report(self.clients[name])
             self.publish()
 

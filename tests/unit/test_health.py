@@ -22,6 +22,8 @@ class Ward:
     faults: dict[str, Fault]
     links: set[frozenset[str]] = field(default_factory=set)
     """Pairs between which nothing arrives."""
+    narrow: str = ""
+    """A node with a slow link."""
     exclude_slow: bool = True
     idle: bool = True
     """Good nodes have nothing else to do."""
@@ -59,8 +61,9 @@ class Ward:
             for node in group:
                 if "hang" not in faults:
                     slow = 3.0 if self.faults.get(node) == "slow" else 1.0
+                    took = 0.5 if self.narrow in group else 0.1
                     result = CheckResult(
-                        passed=not dead, why="broke", matmul_s=slow, allreduce_s=0.1
+                        passed=not dead, why="broke", matmul_s=slow, allreduce_s=took
                     )
                     self.health.take(node, self.health.number, result)
         assert not any("hang" in {self.faults.get(n) for n in g} for g in self.health.groups) or (
@@ -317,3 +320,39 @@ def test_a_suspect_is_compared_with_nodes_of_the_same_check_only() -> None:
                 made.health.take(node, made.health.number, result)
         made.findings += made.health.judge()
     assert len(made.verdicts(GOOD)) == 8
+
+
+def test_a_suspect_with_a_slow_link_is_left_out() -> None:
+    made = confirming({}, slow_from=1.3)
+    made.narrow = "n1"
+    made.check()
+    assert made.verdicts(SLOW) == {"n1"}
+
+
+def test_an_all_reduce_of_two_good_pairs_may_differ() -> None:
+    made = confirming({}, slow_from=1.1)
+    while made.plan():
+        for group in made.health.groups:
+            for node in group:
+                took = 0.13 if "n1" in group else 0.1
+                result = CheckResult(passed=True, matmul_s=1.0, allreduce_s=took)
+                made.health.take(node, made.health.number, result)
+        made.findings += made.health.judge()
+    assert len(made.verdicts(GOOD)) == 8
+
+
+def test_a_broken_node_that_comes_after_a_confirmation_is_left_out() -> None:
+    made = confirming({})
+    made.check()
+    made.faults["n0"] = "device"
+    assert made.health.enter(NodeId("n0"), 2, exclude_slow=True)
+    made.check()
+    assert made.verdicts(BAD) == {"n0"}
+
+
+def test_without_the_suspect_the_others_are_checked_like_new_nodes() -> None:
+    made = confirming({"n0": "device"})
+    made.health.forget(NodeId("n1"))
+    made.check()
+    assert made.verdicts(BAD) == {"n0"}
+    assert len(made.verdicts(GOOD)) == 6

@@ -3,10 +3,13 @@
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from dlrover_py.ps import client, specs
+from dlrover_py.ps import messages as m
 from dlrover_py.ps.client import DataLossError, PsClient
 from dlrover_py.ps.coordinator import Coordinator
 from dlrover_py.ps.map_store import MapFile
@@ -48,6 +51,49 @@ def test_a_request_that_begins_after_its_rows_were_lost_fails_at_once(tmp_path: 
             grads = np.zeros((9, 4), np.float32)
             with pytest.raises(DataLossError, match="all copies of some rows are lost"):
                 worker.push({"table": (np.arange(9), grads)}).result(WAIT_S)
+    finally:
+        over.set()
+        thread.join()
+        coordinator.close()
+
+
+class DeafAtFirst(Coordinator):
+    """A coordinator that reads each kind of request only when it comes a second time."""
+
+    def __init__(self, folder: Path) -> None:
+        rules = PlanRules(buckets=4, silence_s=2 * WAIT_S)
+        super().__init__("job", TOKEN, MapFile(folder / "map.json"), rules, time.monotonic())
+        self.ignored: list[type] = []
+
+    def _handle(self, route: bytes, message: Any, now: float) -> None:
+        if type(message) in self.ignored:
+            super()._handle(route, message, now)
+        self.ignored.append(type(message))
+
+
+def test_a_request_that_a_dead_coordinator_did_not_read_is_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "WATCH_S", 0.2)
+    coordinator = DeafAtFirst(tmp_path)
+    coordinator.planner.heard("s0", "tcp://127.0.0.1:9", time.monotonic())
+    over = threading.Event()
+
+    def coordinate() -> None:
+        while not over.is_set():
+            coordinator.socket.poll(20)
+            coordinator.receive(time.monotonic())
+            coordinator.tick(time.monotonic())
+
+    thread = threading.Thread(target=coordinate)
+    thread.start()
+    try:
+        with PsClient(coordinator.access, "worker-0", timeout_s=WAIT_S) as worker:
+            worker.create(TableSpec("table", 4))
+            worker.use(specs.ssp(2), 1)
+            incarnation = worker.map.clients["worker-0"]
+            assert {m.JoinClient, m.CreateTable, m.UseConsistency} <= set(coordinator.ignored)
+        assert coordinator.planner.map.clients == {"worker-0": incarnation}
     finally:
         over.set()
         thread.join()

@@ -295,7 +295,7 @@ def test_a_cut_that_nobody_waits_for_is_given_up(tmp_path: Path) -> None:
         )
     ) as one:
         one.planner.heard("s0", "tcp://127.0.0.1:1", 0.0)
-        incarnation = one.planner.join("a")
+        incarnation = one.planner.join("a", "call")
         context = zmq.Context()
         worker = context.socket(zmq.DEALER)
         worker.connect(one.access.address)
@@ -435,8 +435,8 @@ def planner(replicas: int = 2) -> Planner:
     for name in ("s0", "s1"):
         made.heard(name, f"at-{name}", 0.0)
     made.create_table(ADAM)
-    made.join("old")
-    made.join("staying")
+    made.join("old", "call")
+    made.join("staying", "call")
     return made
 
 

@@ -299,10 +299,11 @@ def test_wrong_rules_are_refused(rules: PlanRules) -> None:
 
 def test_workers_and_tables_are_checked() -> None:
     plan = planner("a")
-    assert plan.join("w") < plan.join("w")
+    first = plan.join("w", "a")
+    assert plan.join("w", "a") == first < plan.join("w", "b")
     for name in ("", "a b"):
         with pytest.raises(ConfigError, match="expected"):
-            plan.join(name)
+            plan.join(name, "a")
     plan.create_table(TABLE)
     with pytest.raises(ConfigError, match="another name"):
         plan.create_table(TableSpec("t", 2))

@@ -157,6 +157,22 @@ def test_a_push_fails_in_words_if_too_few_workers_come(access: JobAccess) -> Non
             one.push({"t": (np.arange(2), np.ones((2, 8), np.float32))}).result(WAIT_S)
 
 
+def test_a_member_waits_for_a_slow_one_for_longer_than_its_time_limit(access: JobAccess) -> None:
+    grads = np.ones((2, 8), np.float32)
+    with (
+        PsClient(access, "worker-0", timeout_s=1.0) as one,
+        PsClient(access, "worker-1", timeout_s=1.0) as slow,
+    ):
+        one.create(TABLE)
+        slow.create(TABLE)
+        together([partial(each.use, specs.sync(), 2) for each in (one, slow)])
+        push = one.push({"t": (np.arange(2), grads)})
+        with pytest.raises(TimeoutError):
+            push.result(2.5)  # the other one evaluates
+        slow.push({"t": (np.arange(2), grads)}).result(WAIT_S)
+        push.result(WAIT_S)
+
+
 def test_a_worker_that_was_replaced_learns_it(access: JobAccess) -> None:
     with client(access, "worker-0") as old:
         old.create(TABLE)
@@ -221,3 +237,13 @@ def test_the_members_of_a_stored_group_may_be_heard_again() -> None:
 def test_a_wrong_word_is_refused() -> None:
     with pytest.raises(ConfigError, match="expected a step"):
         StepGroup(0.0).heard(word("a", 1, (-1, 0)), 0.0)
+
+
+def test_a_program_of_no_round_ends_the_rights_of_nobody() -> None:
+    group, newest = StepGroup(0.0), {"a": 1, "b": 2, "tool": 3}
+    for name in ("a", "b"):
+        group.heard(word(name, newest[name], (0, 0), round=5), 0.0)
+    steps, _ = group.plan(Steps(specs.sync()), newest, 0.0)
+    assert steps.members == {"a": 1, "b": 2}
+    group.heard(word("tool", 3, (0, 0), world=1), 0.0)
+    assert group.plan(steps, newest, 0.0) == (steps, ())

@@ -146,12 +146,16 @@ class Admission:
     def _can_be_checked(self) -> list[NodeId]:
         """Return the nodes for the next step of checks.
 
+        While a node is confirmed to be slow, only the nodes of that check are checked.
+
         Returns:
             Empty if no node is to be checked, or if the step waits. It waits for more nodes, for
-            acknowledgements, or for the minimum of the first round. New nodes are awaited for at
-            most ``replacement_wait_s``.
+            acknowledgements, or for the minimum of the first round. New nodes, and those of a
+            confirmation, are awaited for at most ``replacement_wait_s``.
         """
-        nodes = (self.live.nodes[n] for n in sorted(self.live.health.open, key=id_key))
+        confirming = self.live.health.confirming
+        wanted = self.live.health.open.intersection(confirming) or self.live.health.open
+        nodes = [self.live.nodes[n] for n in sorted(wanted, key=id_key)]
         able = [n for n in nodes if n.report is not None and not n.report.warming]
         if not able:
             self._check_from = None
@@ -175,7 +179,9 @@ class Admission:
         new = any(not self.live.health.node_records[n.id].tried for n in able)
         until = self._check_from + self.live.rules.replacement_wait_s
         near = self.live.nodes.count(Readiness.NEAR)
-        if new and near and self.state.phase is not JobPhase.FORMING and self.live.now < until:
+        late = new and near > 0 and self.state.phase is not JobPhase.FORMING
+        late |= bool(confirming) and any(n.alive for n in nodes if n not in able)
+        if late and self.live.now < until:
             self.live.wake(until)
             return []
         return [n.id for n in able]

@@ -21,6 +21,8 @@ from dlrover_py.protocol.status import HostFault
 
 SLOW = 2.0
 """A node is slow if it takes this many times the median, as in DLRover."""
+LEAST_ALLREDUCE = 1.5
+"""Times the usual all-reduce from which on it is slow, at least: it varies more than a matmul."""
 
 Group = tuple[NodeId, ...]
 """Nodes that are checked together."""
@@ -80,10 +82,10 @@ class JobHealthRecord:
     node_records: dict[NodeId, NodeHealthRecord] = field(default_factory=dict)
     """Results of each node."""
     confirmed: list[NodeId] = field(default_factory=list)
-    """The node that was checked last because its job was slow, and the nodes with it; empty if
-    there was none."""
+    """The node that is checked because its job is slow, and the nodes with it; empty if there is
+    none."""
     confirmed_at: float = 0.0
-    """When that check was begun (Unix time)."""
+    """When the last such check was begun (Unix time); 0 if there was none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +198,11 @@ class Health:
 
     def forget(self, node: NodeId) -> None:
         """Drop a node that leaves or is gone, or the results of its earlier incarnation."""
+        confirmed = self._record.confirmed
+        if confirmed and node == confirmed[0]:  # the suspect: the others are like new nodes now
+            self._record.confirmed = []
+        elif node in confirmed:
+            confirmed.remove(node)
         self.node_records.pop(node, None)
         self.open.discard(node)
         self.withdraw(node)
@@ -290,6 +297,8 @@ class Health:
         for check_group in check_groups:
             if not check_group.why:
                 findings += self._judge_passed(check_group, matmul.get(0, 0.0), allreduce)
+        if not self.confirming:
+            self._record.confirmed = []
         return findings
 
     def _record_result(self, node: NodeId, check_group: _CheckGroup) -> None:
@@ -321,6 +330,7 @@ class Health:
         nodes = [node for node in self.confirming if node in self.open]
         for node in nodes:
             self.decide(node, Verdict.GOOD)
+        self._record.confirmed = []
         words = f"was not compared, as the check failed on other nodes, too: {why}"
         return [Finding((node,), Verdict.GOOD, words) for node in nodes]
 
@@ -330,16 +340,17 @@ class Health:
         """Return the times with which a suspect is compared, as :meth:`_medians` does.
 
         Earlier checks do not count: the machines may have been cooler then. An all-reduce is
-        compared with the slowest one of the same size without the suspect, because two groups of
-        good nodes may differ by more than the suspect is slow; without such a group, with nothing.
+        compared with the slowest one of the same size without the suspect, of this step or the one
+        before, because good groups differ, too; without such a group, with nothing.
         """
         known = [self.node_records[n].matmul_s for n in self.confirming if n != suspect]
         measured = [seconds for seconds in known if seconds]
         slowest: dict[int, float] = {}
-        for group in check_groups:
-            if suspect not in group.nodes and not group.why:
-                times = [result.allreduce_s for result in group.results.values()]
-                slowest[len(group.nodes)] = max(slowest.get(len(group.nodes), 0.0), *times)
+        for node in self.confirming:
+            record = self.node_records[node]
+            if record.allreduce_s and suspect not in record.tried[-1]:
+                before = slowest.get(record.nodes, 0.0)
+                slowest[record.nodes] = max(before, record.allreduce_s)
         for group in check_groups:
             slowest.setdefault(len(group.nodes), math.inf)
         return {0: median_low(measured) if measured else math.inf}, slowest
@@ -407,7 +418,7 @@ class Health:
             if result.matmul_s > record.slow_from * matmul:
                 slow = f"a matmul took {result.matmul_s:.3g} s, the median is {matmul:.3g} s"
             elif not alone and result.allreduce_s > (
-                record.slow_from * allreduce[len(check_group.nodes)]
+                max(record.slow_from, LEAST_ALLREDUCE) * allreduce[len(check_group.nodes)]
             ):
                 median = f"{allreduce[len(check_group.nodes)]:.3g} s"
                 slow = f"an all-reduce took {result.allreduce_s:.3g} s, the median is {median}"

@@ -202,7 +202,7 @@ class SlowJob:
             return "no standby is ready to take its place"
         pause_s = 3600 / (CHECKED_AN_HOUR * len(world.members))
         left_s = state.health.confirmed_at + pause_s - live.steady_wall
-        if state.health.confirmed and left_s > 0:
+        if state.health.confirmed_at and left_s > 0:
             return f"the last check was too recent; the next may be in {left_s / 60:.0f} minutes"
         members = [n for n in ready if n.id in world.rank_of and n.id != slow.peer]
         if slow.kind is SlowKind.LINK and len(members) < WITNESSES:
