@@ -23,7 +23,7 @@ from dlrover_operator import cluster_page
 from dlrover_operator.cluster_page import Filter, TablePage
 from dlrover_operator.loop import Operator
 from dlrover_operator.observed import Obj, uid_of
-from dlrover_operator.viewers import SESSION_S, TooManySessionsError, Viewers, ViewerSession
+from dlrover_operator.viewers import SESSION_S, Viewers, ViewerSession
 from dlrover_py.dashboard import pages
 from dlrover_py.dashboard.server import HEADERS, Guard, form_of
 from dlrover_py.kubernetes.client import KubeClient
@@ -135,11 +135,7 @@ def app(
         form = await form_of(request, MAX_FORM_BYTES)
         if form is None:
             return HTMLResponse(pages.render("error.html", message="the form is too large"), 413)
-        try:
-            entered = await viewers.enter(form.get("token", "").strip())
-        except TooManySessionsError:
-            words = "too many people look at these pages: try again later"
-            return HTMLResponse(pages.render("error.html", message=words), 503)
+        entered = await viewers.enter(form.get("token", "").strip())
         if entered is None:
             words = "the cluster knows no user with this token; it may have expired"
             return HTMLResponse(pages.render("cluster/enter.html", root="", problem=words), 401)

@@ -8,6 +8,7 @@ import asyncio
 import hashlib
 import re
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -27,15 +28,11 @@ ANSWERS = 1000
 SESSIONS_OF_VIEWER = 10
 """Most sessions of one viewer; the oldest ends."""
 SESSIONS = 1000
-"""Most sessions of all viewers; further ones are refused."""
+"""Most sessions of all viewers; for a further one, a session of whoever has most of them ends."""
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 """A name that an object of Kubernetes may have (DNS subdomain)."""
 REVIEWS = 8
 """Most questions to the API server at a time, so that the operator's own calls have room."""
-
-
-class TooManySessionsError(Exception):
-    """There are as many sessions as the operator keeps."""
 
 
 @dataclass(slots=True)
@@ -73,14 +70,14 @@ class Viewers:
     async def enter(self, token: str) -> tuple[str, ViewerSession] | None:
         """Begin a session; return its secret and the session, or None for a token of no user.
 
-        The oldest of a user's ten sessions ends.
+        The oldest of a user's ten sessions ends. If there are :data:`SESSIONS` of all users, the
+        oldest one of the user with most of them ends, so that nobody can keep others out.
 
         Args:
             token: a bearer token, for :data:`AUDIENCE` or for the API server.
 
         Raises:
             KubeError: the API server refuses the question, or does not answer.
-            TooManySessionsError: there is no room for another session.
         """
         user = await self._user_of(token)
         if user is None:
@@ -91,7 +88,8 @@ class Viewers:
         for key in own[: max(0, len(own) - SESSIONS_OF_VIEWER + 1)]:  # the oldest is the first
             del self._sessions[key]
         if len(self._sessions) >= SESSIONS:
-            raise TooManySessionsError
+            most = Counter(one.viewer for one in self._sessions.values()).most_common(1)[0][0]
+            del self._sessions[next(k for k, one in self._sessions.items() if one.viewer == most)]
         subject = {"user": name} | {k: user[k] for k in ("uid", "groups", "extra") if user.get(k)}
         secret = secrets.token_urlsafe(32)
         session = ViewerSession(name, subject, self._clock() + SESSION_S)
