@@ -723,6 +723,43 @@ def goodput(name: str | None, as_json: bool, target: Target) -> None:
         click.echo(best)
 
 
+@ps.command()
+@job_name
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+@target_options
+def stats(name: str | None, as_json: bool, target: Target) -> None:
+    """Show what the servers of a job have and do: buckets, rows, memory, rows per second.
+
+    A server leads a bucket if it applies the pushes first. Rows and memory include copies. Pushes
+    that wait are those that other copies do not have yet.
+
+    \f
+
+    Args:
+        name: name of the job; None for the only one.
+        as_json: print JSON instead of text.
+        target: cluster that the flags name.
+
+    Raises:
+        ConfigError: there is no such job, or its servers have not been heard.
+        DLRoverError: the job's cluster refuses a call, or does not answer.
+    """
+    with selected_job(target, name, quiet=as_json) as job:
+        job_view = job.load_view()
+    tables = job_view.status.tables if job_view.status is not None else None
+    if tables is None:
+        raise ConfigError(
+            f"job {job_view.name}: expected a job with the role ps whose master runs, found no "
+            "news of its servers"
+        )
+    if as_json:
+        click.echo(tables.model_dump_json())
+        return
+    console = Console(highlight=False, soft_wrap=True, width=_width() or 200)
+    console.print(f"{job_view.name}: {view.tables_words(tables)}", markup=False)
+    console.print(view.loads_table(tables))
+
+
 @job.command()
 @job_name
 @target_options

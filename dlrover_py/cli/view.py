@@ -24,6 +24,7 @@ from dlrover_py.protocol.job_view import problem_line as problem_line
 from dlrover_py.protocol.job_view import problems as problems
 from dlrover_py.protocol.job_view import problems_without_event as problems_without_event
 from dlrover_py.protocol.job_view import progress_words as progress_words
+from dlrover_py.protocol.job_view import tables_words as tables_words
 from dlrover_py.protocol.job_view import time_shares
 from dlrover_py.protocol.local import Snapshot
 from dlrover_py.protocol.names import NodeId, id_key
@@ -37,9 +38,10 @@ from dlrover_py.protocol.status import (
     NodeStatus,
     ServerStatus,
     StreamStatus,
+    TablesStatus,
     summarize,
 )
-from dlrover_py.protocol.words import are, counted
+from dlrover_py.protocol.words import are, byte_size, counted
 from dlrover_py.protocol.words import clock as clock
 from dlrover_py.protocol.words import duration as duration
 from dlrover_py.protocol.words import output_line as output_line
@@ -360,6 +362,26 @@ def server_line(server: ServerStatus) -> str:
     return f"{server.id} {state}" + (f"; {server.message}" if server.message else "")
 
 
+def loads_table(tables: TablesStatus) -> Table:
+    """Return what each server of a parameter server has and does, as a table."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("SERVER")
+    names = ("LEADS", "COPIES OF", "RECEIVES", "ROWS", "MEMORY", "PULLED/S", "PUSHED/S", "WAITING")
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in tables.servers:
+        counts = (one.leads, one.backs_up, one.receives, one.rows)
+        rates = (one.pulled_per_s, one.pushed_per_s)
+        table.add_row(
+            _text(one.id),
+            *(f"{count:,}" for count in counts),
+            byte_size(one.memory_bytes),
+            *(f"{rate:,.0f}" for rate in rates),
+            f"{one.waiting:,}",
+        )
+    return table
+
+
 def description(job_view: JobView, width: int | None = None) -> list[RenderableType]:
     """Return all that is known of a job, with problems first, as parts for rich to print.
 
@@ -391,6 +413,8 @@ def description(job_view: JobView, width: int | None = None) -> list[RenderableT
         parts.append(text(f"template  {line}: {hint}", 10, "yellow"))
     streams = status.streams if status is not None else []
     parts += [text(f"stream    {stream_line(stream)}", 10) for stream in streams]
+    tables = status.tables if status is not None else None
+    parts += [text(f"tables    {tables_words(tables)}", 10)] if tables is not None else []
     servers = status.servers if status is not None else []
     parts += [text(f"server    {server_line(server)}", 10) for server in servers]
     parts += [text(f"note      {note}", 10) for note in job_view.notes]

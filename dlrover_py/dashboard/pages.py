@@ -17,7 +17,13 @@ from markupsafe import Markup
 
 from dlrover_py import __version__
 from dlrover_py.dashboard import curves, pictures, ranks, timeline
-from dlrover_py.protocol.job_view import JobView, causal_chain, problem_line, progress_words
+from dlrover_py.protocol.job_view import (
+    JobView,
+    causal_chain,
+    problem_line,
+    progress_words,
+    tables_words,
+)
 from dlrover_py.protocol.local import History
 from dlrover_py.protocol.names import NodeId, id_key
 from dlrover_py.protocol.reasons import EventReason
@@ -27,6 +33,7 @@ from dlrover_py.protocol.status import (
     LastCheckpoint,
     NodePhase,
     NodeStatus,
+    ServerLoad,
     rfc3339,
 )
 from dlrover_py.protocol.words import byte_size, clock, counted, duration, plain
@@ -42,6 +49,7 @@ SECTIONS = (
     "ranks",
     "nodes",
     "checkpoints",
+    "tables",
     "curves",
     "conditions",
     "events",
@@ -81,6 +89,7 @@ _TEMPLATES.globals |= {
     "counted": counted,
     "problem_line": problem_line,
     "progress_words": progress_words,
+    "tables_words": tables_words,
     "rfc3339": rfc3339,
     "rows_shown": ROWS_SHOWN,
     "has_tensorboard": curves.has_tensorboard,
@@ -119,6 +128,12 @@ class JobPage:
     def events(self) -> list[JobEvent]:
         """The events, oldest first, with the nodes and rounds that their messages name."""
         return timeline.with_node_and_round(self.view.events)
+
+    @property
+    def loads(self) -> dict[str, ServerLoad]:
+        """What each server of a parameter server has and does, by its id."""
+        tables = self.view.status.tables if self.view.status is not None else None
+        return {one.id: one for one in tables.servers} if tables is not None else {}
 
     @cached_property
     def outages(self) -> list[timeline.Outage]:

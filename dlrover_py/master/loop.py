@@ -34,6 +34,7 @@ from dlrover_py.master.core.events import (
     ShardsAnswer,
     ShardsAsked,
     Stalled,
+    TablesReported,
 )
 from dlrover_py.master.core.job import Job
 from dlrover_py.master.core.state import DurableState, Step
@@ -527,7 +528,8 @@ class Loop:
             await self._until_works("servers", lambda: self._servers.open(job))
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
-                tasks.create_task(self._servers.run())
+                serving = self._servers.run(lambda seen: self.add_events([TablesReported(seen)]))
+                tasks.create_task(serving)
                 tasks.create_task(self._watch())
                 tasks.create_task(self._publish())
                 await self._turn_forever(self._job)

@@ -50,7 +50,7 @@ from dlrover_py.protocol.job_view import problems
 from dlrover_py.protocol.names import MAX_COUNT, NODE_ID, NodeId, Round, Step, Timeline
 from dlrover_py.protocol.reasons import ConditionType
 from dlrover_py.protocol.shards import NodeShardRequest, ShardAnswer
-from dlrover_py.protocol.status import JobPhase, JobStatus, TimeBucket
+from dlrover_py.protocol.status import JobPhase, JobStatus, TablesStatus, TimeBucket
 
 log = logging.getLogger("master.server")
 
@@ -455,6 +455,8 @@ def job_metrics(status: JobStatus) -> Iterator[Metric]:
     yield _count("dlrover_checkpoints_stored", help_text, status.checkpoints_stored)
     help_text = "Attempts to write a checkpoint to storage that failed."
     yield _count("dlrover_checkpoint_failures", help_text, status.checkpoint_failures)
+    if status.tables is not None:
+        yield from _table_metrics(status.tables)
     failures = CounterMetricFamily(
         "dlrover_failures", "Failures of workers and losses of nodes, by class.", labels=["class"]
     )
@@ -467,6 +469,29 @@ def job_metrics(status: JobStatus) -> Iterator[Metric]:
     for cause in ("failure", "loss", "drain", "scale", "join"):
         rounds.add_metric([cause], status.restarts.get(cause, 0))
     yield rounds
+
+
+def _table_metrics(tables: TablesStatus) -> Iterator[Metric]:
+    """Yield the metrics of the servers of a parameter server, summed up over them."""
+    servers = tables.servers
+    yield _gauge("dlrover_ps_servers", "Servers of the parameter server.", len(servers))
+    help_text = "Parts of the tables whose last copy has died."
+    yield _gauge("dlrover_ps_lost_buckets", help_text, tables.lost_buckets)
+    help_text = "Parts of the tables that are being copied to a server."
+    yield _gauge("dlrover_ps_moving_buckets", help_text, sum(one.receives for one in servers))
+    help_text = "Rows in the memory of all servers, copies included."
+    yield _gauge("dlrover_ps_rows", help_text, sum(one.rows for one in servers))
+    help_text = "Bytes of rows in the memory of the fullest server."
+    largest = max((one.memory_bytes for one in servers), default=0)
+    yield _gauge("dlrover_ps_memory_bytes_max", help_text, largest)
+    help_text = "Rows per second that workers ask for."
+    pulled = sum(one.pulled_per_s for one in servers)
+    yield _gauge("dlrover_ps_pulled_rows_per_second", help_text, pulled)
+    help_text = "Rows per second with gradients that workers send."
+    pushed = sum(one.pushed_per_s for one in servers)
+    yield _gauge("dlrover_ps_pushed_rows_per_second", help_text, pushed)
+    help_text = "Pushes that other copies do not have yet."
+    yield _gauge("dlrover_ps_waiting_pushes", help_text, sum(one.waiting for one in servers))
 
 
 def _gauge(name: str, help_text: str, value: float) -> Metric:

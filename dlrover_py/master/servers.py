@@ -10,19 +10,27 @@ import logging
 import socket
 import threading
 import time
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dlrover_py.master.core.events import ServersPresent
 from dlrover_py.protocol.job import ElasticJob, ServerSpec
+from dlrover_py.protocol.names import NodeId, id_key
+from dlrover_py.protocol.status import ServerLoad, TablesStatus
 
 if TYPE_CHECKING:
+    from dlrover_py.ps.cluster_map import ClusterMap
     from dlrover_py.ps.coordinator import Coordinator
     from dlrover_py.ps.map_store import MapStore
+    from dlrover_py.ps.messages import Load
 
 log = logging.getLogger("master.servers")
 
+REPORT_S = 2.0
+"""Least seconds between two reports on the tables."""
 TICK_S = 0.05
 """Longest time, in seconds, after which the coordinator takes note of the time."""
 
@@ -66,18 +74,27 @@ class ServerMap:
         if self._place is not None and job.servers is not None:
             await asyncio.to_thread(self._open, self._place, job.metadata.name, job.servers)
 
-    async def run(self) -> None:
+    async def run(self, report: Callable[[TablesStatus], object]) -> None:
         """Run the coordinator in a thread until this call is cancelled.
 
         While the map cannot be stored, it does not change, and the coordinator tries again.
+
+        Args:
+            report: Called in the event loop with what has changed of the tables, at most every
+                ``REPORT_S`` seconds.
 
         Raises:
             SupersededError: The coordinator of another master owns the map.
         """
         if self._coordinator is None:
             return
+        loop = asyncio.get_running_loop()
+
+        def tell(seen: TablesStatus) -> None:
+            loop.call_soon_threadsafe(report, seen)
+
         try:
-            await asyncio.to_thread(self._serve, self._coordinator)
+            await asyncio.to_thread(self._serve, self._coordinator, tell)
         finally:
             self._over.set()
 
@@ -101,8 +118,8 @@ class ServerMap:
         if place.access is not None:
             write_access(place.access, self._coordinator.access)
 
-    def _serve(self, coordinator: "Coordinator") -> None:
-        told, problem = None, ""
+    def _serve(self, coordinator: "Coordinator", report: Callable[[TablesStatus], None]) -> None:
+        told, problem, said, report_at = None, "", None, 0.0
         try:
             while not self._over.is_set():
                 coordinator.socket.poll(int(TICK_S * 1000))
@@ -119,5 +136,46 @@ class ServerMap:
                     self._over.wait(TICK_S)
                 else:
                     problem = ""
+                if now >= report_at:
+                    report_at = now + REPORT_S
+                    if said != (said := tables_status(coordinator.planner.map, coordinator.loads)):
+                        report(said)
         finally:
             coordinator.close()
+
+
+def tables_status(known: "ClusterMap", loads: Mapping[str, "Load"]) -> TablesStatus:
+    """Return what people see of the tables and their servers.
+
+    Args:
+        known: The map.
+        loads: What servers have said of their loads, by id. One that has not said it yet is shown
+            without rows.
+    """
+    placed = [one for one in known.placements if not one.lost]
+    leads = Counter(one.primary for one in placed)
+    backs_up = Counter(name for one in placed for name in one.backups)
+    receives = Counter(one.primary if one.loading else one.learner for one in placed)
+    servers = []
+    for name in sorted(map(NodeId, known.servers), key=id_key):
+        made = ServerLoad(
+            id=name, leads=leads[name], backs_up=backs_up[name], receives=receives[name]
+        )
+        if (load := loads.get(name)) is not None:
+            said: dict[str, float] = {
+                "rows": load.rows,
+                "memory_bytes": load.nbytes,
+                "waiting": load.waiting,
+            }
+            said["pulled_per_s"] = round(load.pulled_per_s, 1)
+            said["pushed_per_s"] = round(load.pushed_per_s, 1)
+            made = made.model_copy(update=said)
+        servers.append(made)
+    return TablesStatus(
+        epoch=known.epoch,
+        tables=[table.name for table in known.tables],
+        buckets=len(known.placements),
+        lost_buckets=len(known.placements) - len(placed),
+        step=known.steps.done,
+        servers=servers,
+    )

@@ -9,8 +9,15 @@ from typing import TypedDict
 
 from dlrover_py.protocol.agents import Progress
 from dlrover_py.protocol.reasons import ConditionReason, ConditionType, EventReason
-from dlrover_py.protocol.status import Condition, GoodputStatus, JobEvent, JobStatus, TimeBucket
-from dlrover_py.protocol.words import plain
+from dlrover_py.protocol.status import (
+    Condition,
+    GoodputStatus,
+    JobEvent,
+    JobStatus,
+    TablesStatus,
+    TimeBucket,
+)
+from dlrover_py.protocol.words import counted, plain
 
 _GOOD_WHEN_TRUE = (
     ConditionType.ACCEPTED,
@@ -186,3 +193,14 @@ def time_shares(goodput: GoodputStatus | None) -> list[TimeShare]:
         return []
     parts = sorted(goodput.seconds.items(), key=lambda i: (i[0] != TimeBucket.PRODUCTIVE, -i[1]))
     return [TimeShare(what=name, share=s / goodput.wall_s, seconds=s) for name, s in parts]
+
+
+def tables_words(tables: TablesStatus) -> str:
+    """Return what the servers of a parameter server have as one line."""
+    line = f"{counted(len(tables.tables), 'table')} in {counted(tables.buckets, 'bucket')}"
+    line += f" on {counted(len(tables.servers), 'server')}"
+    if tables.step:
+        line += f", step {tables.step}"
+    if tables.lost_buckets:
+        line += f"; the rows of {counted(tables.lost_buckets, 'bucket')} are lost: ps.restore()"
+    return line

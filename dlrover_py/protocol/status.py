@@ -496,6 +496,46 @@ class ServerStatus(_StatusModel):
     """Why it leaves, or waits, in words; empty if it does neither."""
 
 
+class ServerLoad(_StatusModel):
+    """What a server of a parameter server has, and what it did in the last seconds."""
+
+    id: str
+    """Id of the node."""
+    leads: int
+    """Number of buckets whose pushes it applies first."""
+    backs_up: int
+    """Number of further buckets of which it has a copy."""
+    receives: int = 0
+    """Number of buckets whose rows are being copied to it."""
+    rows: int = 0
+    """Rows in its memory, copies included."""
+    memory_bytes: int = 0
+    """Bytes of these rows, with the values of the optimizer."""
+    pulled_per_s: float = 0.0
+    """Rows per second that workers have asked it for."""
+    pushed_per_s: float = 0.0
+    """Rows per second with gradients that workers have sent to it."""
+    waiting: int = 0
+    """Pushes that other copies do not have yet."""
+
+
+class TablesStatus(_StatusModel):
+    """The tables of a parameter server, and how they are spread over its servers."""
+
+    epoch: int
+    """Epoch of the map of the servers."""
+    tables: list[str]
+    """Names of the tables."""
+    buckets: int
+    """Number of parts of the tables; 0 until enough servers have come."""
+    lost_buckets: int = 0
+    """Number of parts whose last copy has died: their rows are gone."""
+    step: int = 0
+    """The last step that all workers have ended, if they step together."""
+    servers: list[ServerLoad] = Field(default_factory=list)
+    """The load of each server that is heard, by its id."""
+
+
 class JobStatus(_StatusModel):
     """The state of a job at one moment."""
 
@@ -565,6 +605,8 @@ class JobStatus(_StatusModel):
     """The job's nodes that train."""
     servers: list[ServerStatus] = Field(default_factory=list)
     """The servers of a parameter server."""
+    tables: TablesStatus | None = None
+    """What these servers have; absent before their first report to this master."""
     events: list[JobEvent] = Field(default_factory=list)
     """The newest events, oldest first."""
     started_at: WallTime

@@ -120,6 +120,8 @@ class Coordinator:
         self._published = -1
         self._answers: dict[bytes, m.Met] = {}
         """What is sent to a connection when the map is stored of which it speaks."""
+        self.loads: dict[str, m.Load] = {}
+        """What each server has said last of its load."""
         self._present: frozenset[str] | None = None
         """The servers that exist; None if nobody has said so."""
 
@@ -161,6 +163,7 @@ class Coordinator:
         self.planner.tick(heard)
         known = self.planner.map
         self.planner.step(*self._group.plan(known.steps, known.clients, heard))
+        self.loads = {one: self.loads[one] for one in self.loads.keys() & known.servers.keys()}
         self._routes = {route: at for route, at in self._routes.items() if heard - at < FORGET_S}
         if self._cut is not None and any(one.lost for one in self.planner.map.placements):
             self._fail_cut("rows were lost while it was made: their servers have died")
@@ -239,6 +242,10 @@ class Coordinator:
                 epoch = -1  # whoever leaves must hear that there is a coordinator
             case m.Meet():
                 self._on_meet(route, message, now)
+                return
+            case m.Load():
+                if message.server in planner.map.servers:
+                    self.loads[message.server] = message
                 return
             case m.CutPart():
                 self._on_part(message)

@@ -315,6 +315,23 @@ class CutFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class Load:
+    """What a server has, and what it did since its last message of this kind. It has no answer."""
+
+    server: str
+    rows: int
+    """Rows in its memory, copies included."""
+    nbytes: int
+    """Bytes of these rows, with the values of the optimizer."""
+    pulled_per_s: float
+    """Rows per second that workers have asked for."""
+    pushed_per_s: float
+    """Rows per second with gradients that workers have sent."""
+    waiting: int
+    """Pushes that other copies do not have yet."""
+
+
+@dataclass(frozen=True, slots=True)
 class MapNews:
     """The newest map."""
 
@@ -339,7 +356,7 @@ ToServer = Push | Pull | Replicate | BucketCopy | Compare | Held | Lacking
 ToWorker = Pushed | Pulled | RefusedRequest
 ToCoordinator = (
     Alive | WatchMap | JoinClient | CreateTable | UseConsistency | Stepped | Drain | Meet
-    | CutPart | CutFailed
+    | CutPart | CutFailed | Load
 )  # fmt: skip
 FromCoordinator = MapNews | CoordinatorRefusal | Met
 Message = ToServer | ToWorker | ToCoordinator | FromCoordinator | Unreadable

@@ -20,6 +20,7 @@ from dlrover_py.process.identity import signal_at_parents_end
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.ps import messages as m
 from dlrover_py.ps.codecs import decoded
+from dlrover_py.ps.load import RowMeter
 from dlrover_py.ps.replication import Replica
 from dlrover_py.ps.settings import read_access
 from dlrover_py.ps.store import Payload, Store
@@ -75,6 +76,7 @@ class ParameterServer:
         self._poller.register(self._coordinator, zmq.POLLIN)
         self._replica: Replica | None = None
         self._store = Store(0)
+        self._meter = RowMeter(server, time.monotonic())
         self._writers: list[CutWriter] = []
         """One for each file of the cut that is being made. The last one may still write."""
         self._reader: CutReader | None = None
@@ -129,6 +131,9 @@ class ParameterServer:
                 if self._replica is not None:
                     self._replica.tick(now)
                     self._send_all()
+                    if self._meter.due(now):
+                        load = self._meter.load(self._store, self._replica, now)
+                        self._send(self._coordinator, load, [])
             if now >= alive_at or self._state() != self._said:
                 alive_at = now + ALIVE_S
                 self._say_alive()
@@ -259,8 +264,10 @@ class ParameterServer:
             return
         match message:
             case m.Push():
+                self._meter.count(payload, push=True)
                 replica.on_push(route, message, decoded(payload, self._store.dims), now)
             case m.Pull():
+                self._meter.count(payload, push=False)
                 replica.on_pull(route, message, payload)
             case m.Replicate():
                 replica.on_replicate(message, payload)

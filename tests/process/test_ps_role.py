@@ -1,5 +1,6 @@
 """A job with the role ``ps``: servers and the master die while it trains, and no row changes."""
 
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -35,6 +36,20 @@ def is_whole(run: Job, count: int) -> bool:
             for one in known.placements
         )
     )
+
+
+def _rows_are_told(run: Job) -> Callable[[], bool]:
+    """Return a check whether each server has said that it has rows."""
+
+    def told() -> bool:
+        tables = run.status().tables
+        return (
+            tables is not None
+            and len(tables.servers) == 3
+            and all(one.rows > 0 and one.memory_bytes > 0 for one in tables.servers)
+        )
+
+    return told
 
 
 def held(folder: Path, step: int) -> Callable[[], bool]:
@@ -128,6 +143,12 @@ def test_the_number_of_servers_changes_while_training_and_no_row_does(place: Pla
         eventually(held(folder, 120), "the third hold")
         assert servers(run).keys() == {"ps0", "ps1", "ps2"}
         assert [one.running for one in run.status().servers] == [True, True, True]
+        loads = json.loads(run.cli("ps", "stats", "--json"))["servers"]
+        assert [one["id"] for one in loads] == ["ps0", "ps1", "ps2"]
+        assert sum(one["leads"] for one in loads) == sum(one["backs_up"] for one in loads) == 64
+        table = run.cli("ps", "stats")
+        assert "in 64 buckets on 3 servers" in table
+        eventually(_rows_are_told(run), "rows in all servers, and rates")
         events = [one.reason for one in run.status().events]
         assert "NodeLost" not in events
         assert run.status().round == 1

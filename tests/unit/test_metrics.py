@@ -12,8 +12,8 @@ from dlrover_py.master.core.events import Kind
 from dlrover_py.master.server import job_metrics
 from dlrover_py.protocol.agents import FailureClass
 from dlrover_py.protocol.reasons import ConditionType
-from dlrover_py.protocol.status import GoodputStatus, JobPhase, JobStatus, TimeBucket
-from tests.unit.test_view import hostile, status
+from dlrover_py.protocol.status import GoodputStatus, JobPhase, JobStatus, TablesStatus, TimeBucket
+from tests.unit.test_view import LOAD, hostile, status
 
 LABELS: dict[str, set[str]] = {
     "class": set(FailureClass),
@@ -44,6 +44,18 @@ def test_the_phase_and_the_time_are_told() -> None:
     assert {bucket: seconds for bucket, seconds in told.items() if seconds} == SECONDS
     assert told.keys() == set(TimeBucket)
     assert values(shown.model_copy(update={"goodput": None}), "dlrover_goodput_ratio") == {}
+
+
+def test_the_loads_of_servers_are_summed_up() -> None:
+    other = LOAD.model_copy(update={"id": "ps1", "memory_bytes": 1})
+    tables = TablesStatus(epoch=1, tables=["t"], buckets=4, lost_buckets=1, servers=[LOAD, other])
+    shown = status(JobPhase.RUNNING).model_copy(update={"tables": tables})
+    told = {name: values(shown, f"dlrover_ps_{name}")[""] for name in (
+        "servers", "lost_buckets", "moving_buckets", "rows", "memory_bytes_max",
+        "pulled_rows_per_second", "pushed_rows_per_second", "waiting_pushes",
+    )}  # fmt: skip
+    assert list(told.values()) == [2, 1, 4, 24_690, 3 << 20, 1400.8, 1301.2, 18]
+    assert values(status(JobPhase.RUNNING), "dlrover_ps_servers") == {}
 
 
 @given(words=st.text(max_size=30), phase=st.sampled_from(JobPhase))

@@ -20,10 +20,14 @@ from dlrover_py.master.core.events import (
 from dlrover_py.master.core.job import Job
 from dlrover_py.master.core.servers import LEAVE_S
 from dlrover_py.master.core.state import DurableState
+from dlrover_py.master.servers import tables_status
 from dlrover_py.protocol.errors import ConfigError, ExitCode, UnsupportedError
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import NodeId, Term, is_server
-from dlrover_py.protocol.status import JobPhase
+from dlrover_py.protocol.status import JobPhase, ServerLoad
+from dlrover_py.ps.cluster_map import ClusterMap, Placement
+from dlrover_py.ps.messages import Load
+from dlrover_py.ps.specs import TableSpec
 from tests.builders import WALL, job_file
 
 COMMAND = ["dlrover", "ps", "server"]
@@ -349,3 +353,28 @@ def test_a_single_server_is_no_fault() -> None:
     assert job.without_effect() == []
     assert job.servers is not None
     assert job.servers.copies == 2, "the copies are made when a second server comes"
+
+
+# --- what people see of the tables ---
+
+
+def test_buckets_are_counted_by_server() -> None:
+    known = ClusterMap(
+        "job", 9, tables=(TableSpec("user", 4),), servers={"ps10": "a", "ps2": "b"},
+        placements=(
+            Placement(1, "ps2", ("ps10",)),
+            Placement(1, "ps10", learner="ps2"),
+            Placement(1, "ps2", lost=True),
+            Placement(1, "ps2", loading=True),
+        ),
+    )  # fmt: skip
+    load = Load("ps2", rows=5, nbytes=80, pulled_per_s=1.26, pushed_per_s=2.0, waiting=3)
+    told = tables_status(known, {"ps2": load, "gone": load})
+    assert (told.epoch, told.tables, told.buckets, told.lost_buckets) == (9, ["user"], 4, 1)
+    assert told.servers == [
+        ServerLoad(
+            id="ps2", leads=2, backs_up=0, receives=2, rows=5, memory_bytes=80,
+            pulled_per_s=1.3, pushed_per_s=2.0, waiting=3,
+        ),
+        ServerLoad(id="ps10", leads=1, backs_up=1),
+    ]  # fmt: skip

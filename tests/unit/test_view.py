@@ -23,6 +23,9 @@ from dlrover_py.protocol.status import (
     NodePhase,
     NodeRole,
     NodeStatus,
+    ServerLoad,
+    ServerStatus,
+    TablesStatus,
 )
 
 
@@ -308,6 +311,33 @@ def test_what_a_node_uses_of_its_container_is_shown_where_it_is_known() -> None:
     assert "MEMORY" not in "".join(shown(view.nodes_table([unknown]), 200))
 
 
+LOAD = ServerLoad(
+    id="ps0", leads=3, backs_up=1, receives=2, rows=12_345, memory_bytes=3 << 20,
+    pulled_per_s=700.4, pushed_per_s=650.6, waiting=9,
+)  # fmt: skip
+
+
+def test_the_load_of_servers_is_a_table() -> None:
+    tables = TablesStatus(epoch=1, tables=["user", "item"], buckets=4, step=7, servers=[LOAD])
+    assert view.tables_words(tables) == "2 tables in 4 buckets on 1 server, step 7"
+    lost = tables.model_copy(update={"lost_buckets": 1})
+    assert "the rows of 1 bucket are lost: ps.restore()" in view.tables_words(lost)
+    head, line, *_ = shown(view.loads_table(tables), 120)
+    assert head.split() == [
+        "SERVER",
+        "LEADS",
+        "COPIES",
+        "OF",
+        "RECEIVES",
+        "ROWS",
+        "MEMORY",
+        "PULLED/S",
+        "PUSHED/S",
+        "WAITING",
+    ]
+    assert line.split() == ["ps0", "3", "1", "2", "12,345", "3.1", "MB", "700", "651", "9"]
+
+
 def hostile(words: str) -> view.JobView:
     """A job of which each word that a script or a worker can choose is this one."""
     said = status(JobPhase.FAILED)
@@ -330,6 +360,8 @@ def hostile(words: str) -> view.JobView:
         update={
             "reason": words,
             "nodes": [node],
+            "servers": [ServerStatus(id="ps0", running=True, host=words, message=words)],
+            "tables": TablesStatus(epoch=1, tables=[words], buckets=4, servers=[LOAD]),
             "last_failure": Failure(node="n0", round=1, at=1000.0, worker=worker),
             "conditions": [failed],
             "events": [event],

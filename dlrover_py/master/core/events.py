@@ -16,7 +16,7 @@ from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import NodeId
 from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.shards import ShardAnswer, ShardRequest
-from dlrover_py.protocol.status import EvidenceManifest
+from dlrover_py.protocol.status import EvidenceManifest, TablesStatus
 from dlrover_py.protocol.timing import Timing
 
 Kind = Literal["start", "failure", "loss", "drain", "scale", "join"]
@@ -148,6 +148,13 @@ class RoomSeen:
 
 
 @dataclass(frozen=True, slots=True)
+class TablesReported:
+    """What the coordinator of the parameter server knows of its tables and their servers."""
+
+    tables: TablesStatus
+
+
+@dataclass(frozen=True, slots=True)
 class RestoreAsked:
     """A node's question which checkpoints could be restored from memory."""
 
@@ -201,6 +208,7 @@ Event = (
     | NodeEnded
     | NodesListed
     | RoomSeen
+    | TablesReported
 )
 
 

@@ -35,6 +35,7 @@ from dlrover_py.master.core.events import (
     ShardsAsked,
     SnapshotArrived,
     Stalled,
+    TablesReported,
 )
 from dlrover_py.master.core.failures import Failures
 from dlrover_py.master.core.goodput import Goodput
@@ -296,6 +297,8 @@ class Job:
                 self._departures.node_ended(event)
             case RoomSeen(nodes):
                 live.room = nodes
+            case TablesReported(tables):
+                live.tables = tables
             case NodesListed(listed, free):
                 self._servers.nodes_listed(listed, gone=free)
                 workers = frozenset(node for node in listed if not is_server(node))

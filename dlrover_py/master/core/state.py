@@ -51,6 +51,7 @@ from dlrover_py.protocol.status import (
     JobEvent,
     JobPhase,
     MeasuredSpeed,
+    TablesStatus,
 )
 from dlrover_py.protocol.timing import POD_GRACE_S
 from dlrover_py.protocol.words import counted
@@ -454,6 +455,8 @@ class TransientState:
     """Why the job has its size; None if it neither scales by itself nor has an allocation."""
     servers: dict[NodeId, NodeSeen] = field(default_factory=dict)
     """What the platform has said last of each server."""
+    tables: TablesStatus | None = None
+    """What the coordinator has said last of the tables; None if this master has not heard it."""
     speed: MeasuredSpeed | None = None
     """The speed by the number of nodes; None if none was measured."""
     snapshot: int = 0

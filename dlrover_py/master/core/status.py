@@ -104,6 +104,7 @@ class StatusReport:
             conditions=list(self._conditions.values()),
             nodes=[self._node_status(n, members.get(n.id)) for n in self._ordered[1]],
             servers=[self._server(*one) for one in self.state.servers.nodes.items()],
+            tables=self.live.tables,
             events=list(self.state.events),
             started_at=self.state.started_at,
             ended_at=self.state.ended_at,
