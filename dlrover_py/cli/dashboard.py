@@ -28,7 +28,8 @@ class JobPages:
     """The jobs of one user for the pages: :class:`server.ShownJobs`."""
 
     def __init__(self, jobs: Jobs) -> None:
-        self._jobs = jobs
+        # A page stays open when its job has ended. A job of a cluster may have the same name.
+        self._jobs = jobs.of_one_place()
 
     @property
     def where(self) -> str:
@@ -42,10 +43,7 @@ class JobPages:
             ConfigError: the folders of the jobs are not safe, or no cluster is configured.
             DLRoverError: the cluster does not answer.
         """
-        found: dict[str, view.JobRow] = {}
-        for row in self._jobs.list():
-            found.setdefault(row.name, row)
-        return list(found.values())
+        return self._jobs.list(each_name_once=True)
 
     def load(self, name: str) -> tuple[JobView, History]:
         """Return what is known of a job, and its history.

@@ -5,6 +5,7 @@ The commands and the dashboard use the same classes.
 
 import asyncio
 import contextlib
+import copy
 import re
 import subprocess
 import tempfile
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from dlrover_py.cli import jobfile, local_jobs, locate, view
 from dlrover_py.cli.logs import LogQuery
@@ -75,7 +76,15 @@ class Jobs:
         """
         file = None if kubeconfig is None else Path(kubeconfig)
         self._target = Target(namespace, context, file)
+        self._searched: Target | None = self._target
+        """Where a job is searched; None for this machine only."""
         self._settings = Settings.from_environment()
+
+    def of_one_place(self) -> Self:
+        """Return these jobs without those of the other place: none of a cluster, or only those."""
+        found = copy.copy(self)
+        found._searched = self._target if self.in_cluster else None
+        return found
 
     @property
     def in_cluster(self) -> bool:
@@ -89,11 +98,12 @@ class Jobs:
             return "on this machine"
         return f"in namespace {self._target.namespace or 'of your kubeconfig'}"
 
-    def list(self, past: int = PAST_JOBS) -> JobList:
+    def list(self, past: int = PAST_JOBS, *, each_name_once: bool = False) -> JobList:
         """Return the jobs: those that run first.
 
         Args:
             past: largest number of past runs of this machine.
+            each_name_once: leave out all but the newest run of a name.
 
         Raises:
             ConfigError: the folders of the jobs are not safe, or no cluster is configured.
@@ -103,6 +113,11 @@ class Jobs:
         def rows() -> JobList:
             if not self.in_cluster:
                 found = local_jobs.listed(self._settings)
+                if each_name_once:
+                    first: dict[str, local_jobs.ListedJob] = {}
+                    for job in found:
+                        first.setdefault(job.name, job)
+                    found = [*first.values()]
                 running = sum(job.state == "running" for job in found)
                 return JobList(job.row for job in found[: running + past])
             from dlrover_py.cli.cluster import ClusterClient  # importing takes 0.2 s
@@ -205,7 +220,7 @@ class Jobs:
         """
 
         def found() -> T:
-            with locate.find_to_read(self._settings, self._target, name) as job:
+            with locate.find_to_read(self._settings, self._searched, name) as job:
                 return call(job)
 
         return _called(found)
@@ -222,7 +237,7 @@ class Jobs:
         """
 
         def found() -> T:
-            with locate.find_to_change(self._settings, self._target, name) as job:
+            with locate.find_to_change(self._settings, self._searched, name) as job:
                 return call(job)
 
         return _called(found)

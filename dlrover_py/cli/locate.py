@@ -178,7 +178,9 @@ class LiveJobHandle(JobHandle, Protocol):
 
 
 @contextmanager
-def find_to_read(settings: Settings, target: Target, name: str | None) -> Iterator[JobHandle]:
+def find_to_read(
+    settings: Settings, target: Target | None, name: str | None
+) -> Iterator[JobHandle]:
     """Find a job to read.
 
     A job that runs on this machine is preferred, then one that has run here, then one in the
@@ -188,7 +190,8 @@ def find_to_read(settings: Settings, target: Target, name: str | None) -> Iterat
 
     Args:
         settings: settings of this command.
-        target: cluster that the flags name. If they name one, only the cluster is searched.
+        target: cluster that the flags name. If they name one, only the cluster is searched. None:
+            only this machine is.
         name: name of the job; None for the only one.
 
     Raises:
@@ -197,28 +200,31 @@ def find_to_read(settings: Settings, target: Target, name: str | None) -> Iterat
         UnauthorizedError: the cluster was asked and does not accept the credentials.
     """
     with ExitStack() as stack:
-        if target.given:
+        if target is not None and target.given:
             yield _in_cluster(stack, target, name)
             return
         job: JobHandle
         try:
             job = local_jobs.find_to_read(settings, name)
         except local_jobs.JobNotFoundError as error:
-            if error.several:
+            if error.several or target is None:
                 raise
             job = _in_cluster(stack, target, name, f"{error}\n")
         yield job
 
 
 @contextmanager
-def find_to_change(settings: Settings, target: Target, name: str | None) -> Iterator[LiveJobHandle]:
+def find_to_change(
+    settings: Settings, target: Target | None, name: str | None
+) -> Iterator[LiveJobHandle]:
     """Find a job to change: one that runs on this machine, or else one in the cluster, by its name.
 
     Without a name no cluster is asked. A job that has ended here is not found.
 
     Args:
         settings: settings of this command.
-        target: cluster that the flags name. If they name one, only the cluster is searched.
+        target: cluster that the flags name. If they name one, only the cluster is searched. None:
+            only this machine is.
         name: name of the job; None for the only one that runs on this machine.
 
     Raises:
@@ -228,7 +234,7 @@ def find_to_change(settings: Settings, target: Target, name: str | None) -> Iter
         UnauthorizedError: the cluster was asked and does not accept the credentials.
     """
     with ExitStack() as stack:
-        if target.given:
+        if target is not None and target.given:
             if name is None:
                 raise ConfigError("the name of the job is missing; see `dlrover job get`")
             yield _in_cluster(stack, target, name)
@@ -237,7 +243,7 @@ def find_to_change(settings: Settings, target: Target, name: str | None) -> Iter
         try:
             job = local_jobs.find_to_change(settings, name)
         except local_jobs.JobNotFoundError as error:
-            if name is None:
+            if name is None or target is None:
                 raise
             job = _in_cluster(stack, target, name, f"{error}\n")
         yield job

@@ -203,10 +203,10 @@ def print_logs(folder: Path, while_exists: Path | None, query: LogQuery) -> bool
 
 
 def tail(folder: Path, query: LogQuery) -> list[str]:
-    """Return the last ``TAIL_LINES`` lines of the newest round that the query selects.
+    """Return about the last ``TAIL_LINES`` lines of the newest round that the query selects.
 
-    The lines of one file stay together, each with its origin. Files that cannot be read are left
-    out.
+    Each file has the same share of them, so all ranks are shown. The lines of one file stay
+    together, each with its origin. Files that cannot be read are left out.
     """
     files = sorted(_selected_files(folder, query))
 
@@ -215,14 +215,17 @@ def tail(folder: Path, query: LogQuery) -> list[str]:
         return tuple(int(p) if p.isdigit() else 0 for p in (in_round, incarnation))  # type: ignore[return-value]
 
     newest = max((number(path) for path, _ in files), default=(0, 0))
-    found = []
+    found: list[tuple[str, list[bytes]]] = []
     for path, origin in files:
         if number(path) == newest:
             with contextlib.suppress(OSError), os.fdopen(open_regular(path), "rb") as stream:
                 stream.seek(max(0, os.fstat(stream.fileno()).st_size - TAIL_BYTES))
-                lines = stream.read(TAIL_BYTES).splitlines()[-TAIL_LINES:]
-                found += [f"[{origin}] {as_displayed(line)}" for line in lines]
-    return found[-TAIL_LINES:]
+                found.append((origin, stream.read(TAIL_BYTES).splitlines()))
+    written = [one for one in found if one[1]][:TAIL_LINES]
+    share = max(1, TAIL_LINES // max(1, len(written)))
+    return [
+        f"[{origin}] {as_displayed(line)}" for origin, lines in written for line in lines[-share:]
+    ]
 
 
 def missing_log_message(folder: Path, query: LogQuery) -> str:

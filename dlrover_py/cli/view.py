@@ -19,6 +19,7 @@ from dlrover_py.protocol.agents import Progress
 from dlrover_py.protocol.job import ReplicaSpec
 from dlrover_py.protocol.job_view import JobView as JobView
 from dlrover_py.protocol.job_view import causal_chain as causal_chain
+from dlrover_py.protocol.job_view import ceiling_line as ceiling_line
 from dlrover_py.protocol.job_view import outdated_nodes as outdated_nodes
 from dlrover_py.protocol.job_view import problem_line as problem_line
 from dlrover_py.protocol.job_view import problems as problems
@@ -206,21 +207,6 @@ def goodput_lines(goodput: GoodputStatus) -> list[str]:
         for part in time_shares(goodput)
     ]
     return [*lines, f"{'all':28} {duration(goodput.wall_s):>12} {100:6.1f}%"]
-
-
-def ceiling_line(goodput: GoodputStatus) -> str:
-    """Return the best goodput that could be reached, and why; empty before the first failure."""
-    best = goodput.ceiling
-    if best is None:
-        return ""
-    reached = ""
-    if goodput.share is not None and best.share > 0:
-        reached = f", of which {100 * goodput.share / best.share:.1f}% is reached"
-    return (
-        f"ceiling {100 * best.share:.1f}%{reached}: one failure in {duration(best.between_s)}, "
-        f"{duration(best.recovery_s)} to recover, {duration(best.save_s)} for a save (best: one in "
-        f"{duration(best.interval_s)})"
-    )
 
 
 def event_line(event: JobEvent) -> str:

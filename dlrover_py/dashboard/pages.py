@@ -20,6 +20,7 @@ from dlrover_py.dashboard import curves, pictures, ranks, timeline
 from dlrover_py.protocol.job_view import (
     JobView,
     causal_chain,
+    ceiling_line,
     problem_line,
     progress_words,
     tables_words,
@@ -90,6 +91,7 @@ _TEMPLATES.globals |= {
     "problem_line": problem_line,
     "progress_words": progress_words,
     "tables_words": tables_words,
+    "ceiling_line": ceiling_line,
     "rfc3339": rfc3339,
     "rows_shown": ROWS_SHOWN,
     "has_tensorboard": curves.has_tensorboard,
@@ -318,10 +320,16 @@ class JobPage:
         return ", ".join(f"{n} {phase.value}" for phase, n in counts.items() if n)
 
     @property
-    def other_pages(self) -> list[tuple[int, str]]:
-        """For each other page of the table of nodes: its first index, and its number."""
-        starts = range(0, len(self.nodes), NODES_PER_PAGE)
-        return [(s, str(i + 1)) for i, s in enumerate(starts) if s != self.nodes_from]
+    def node_pages(self) -> list[tuple[int, int]]:
+        """Pages of the table of nodes: the first index of each, and its number.
+
+        These are the first one, the last one, and those near the present one. None if all nodes
+        are on one page.
+        """
+        last = max(0, len(self.nodes) - 1) // NODES_PER_PAGE
+        here = min(self.nodes_from // NODES_PER_PAGE, last)
+        near = range(max(1, here - 2), min(last, here + 3))
+        return [(n * NODES_PER_PAGE, n + 1) for n in sorted({0, *near, last})] if last else []
 
     @property
     def facts(self) -> list[tuple[str, str]]:
@@ -339,6 +347,8 @@ class JobPage:
             if progress.steps_per_s:
                 left = duration(max(0, progress.total - progress.step) / progress.steps_per_s)
         last = status.last_checkpoint
+        ceiling = status.goodput.ceiling if status.goodput is not None else None
+        best = f", at most {100 * ceiling.share:.1f} % could be reached" if ceiling else ""
         restarts = sum(status.restarts.get(cause, 0) for cause in ("failure", "loss"))
         size = f"{status.present} of {status.desired} (at least {status.minimum})"
         facts = [
@@ -346,10 +356,13 @@ class JobPage:
             ("workers", str(status.world_size)),
             ("step", step),
             ("time left", left),
-            ("goodput", status.goodput_words),
+            ("goodput", status.goodput_words + best),
             ("rounds", str(status.round)),
             ("interruptions", str(restarts)),
-            ("newest checkpoint", "" if last is None else f"step {last.step}, in {last.where}"),
+            (
+                "newest checkpoint",
+                f"step {last.step}, in {last.where}, {self.age(last.at)} old" if last else "",
+            ),
             ("metrics", progress_words(progress).partition(", ")[2]),
         ]
         if status.ended_at is not None:

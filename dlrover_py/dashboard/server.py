@@ -9,8 +9,9 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import re
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 from urllib.parse import parse_qs, quote
@@ -139,10 +140,17 @@ class Access:
 
 
 class SectionWatch:
-    """Looks at one job while somebody watches it, and tells which sections have changed."""
+    """Looks at one job while somebody watches it, and tells which sections have changed.
+
+    Each change has a revision. A viewer says which one its page has, so nobody misses a change:
+    neither between a page and its stream, nor while the connection was lost.
+    """
 
     def __init__(self, load: Callable[[], Awaitable[pages.JobPage]], poll_s: float) -> None:
         self._load, self._poll_s = load, poll_s
+        self._name, self._revision = secrets.token_hex(4), 0
+        self._revised: dict[str, int] = {}
+        """The revision of the last change of each section."""
         self._digests: dict[str, str] = {}
         self._told_at: dict[str, float] = {}
         self._queues: set[asyncio.Queue[list[str] | None]] = set()
@@ -161,16 +169,30 @@ class SectionWatch:
         """Whether somebody watches."""
         return bool(self._queues)
 
-    async def changes(self) -> AsyncIterator[list[str]]:
+    @property
+    def revision(self) -> str:
+        """The newest revision, for :meth:`changes`."""
+        return f"{self._name}-{self._revision}"
+
+    async def changes(self, since: str) -> AsyncGenerator[list[str], None]:
         """Yield the names of the sections that have changed; an empty list now and then.
 
         It ends with :meth:`close`.
+
+        Args:
+            since: The revision of the viewer's page. For that of another watch, or none, all
+                sections count as changed.
         """
+        name, _, number = since.partition("-")
+        known = int(number) if name == self._name and re.fullmatch("[0-9]{1,15}", number) else -1
+        missed = [section for section, revision in self._revised.items() if revision > known]
         queue: asyncio.Queue[list[str] | None] = asyncio.Queue()
         self._queues.add(queue)
         if self._task is None:
             self._task = asyncio.create_task(self._run())
         try:
+            if missed:
+                yield missed
             while True:
                 try:
                     changed = await asyncio.wait_for(queue.get(), PING_S)
@@ -195,7 +217,9 @@ class SectionWatch:
         while True:
             try:
                 self._page = page = await self._load()
-            except DLRoverError as error:
+            except Exception as error:  # the next look may succeed, and viewers must hear of it
+                if not isinstance(error, DLRoverError):
+                    log.exception("page_failed")
                 self._page, self.sections, news = None, {}, {"head": str(error)}
             else:
                 self._render(page)
@@ -226,7 +250,40 @@ class SectionWatch:
                 self._digests[name] = digest
                 self._told_at[name] = asyncio.get_running_loop().time()
                 changed.append(name)
+        self._revision += bool(changed)
+        self._revised |= dict.fromkeys(changed, self._revision)
         return changed
+
+
+def root_of(request: Request) -> str:
+    """Return the relative address of the first page, from the page of a request."""
+    scope = request.scope
+    before: str = scope.get("app_root_path", scope.get("root_path", ""))  # the first one in a mount
+    path: str = scope["path"]
+    return "../" * (path.removeprefix(before).count("/") - 1)
+
+
+def problem(request: Request, message: str, status: int) -> Response:
+    """Return a problem in words: as a page, or as a part of the page that has asked for it.
+
+    Args:
+        request: The request.
+        message: The words.
+        status: The HTTP status.
+    """
+    part = "hx-request" in request.headers
+    template = "error.html" if part else "error_page.html"
+    return HTMLResponse(pages.render(template, message=message, root=root_of(request)), status)
+
+
+async def no_page(request: Request, error: Exception) -> Response:
+    """Answer a request for a page that does not exist: an exception handler for status 404."""
+    return problem(request, "there is no such page", 404)
+
+
+def is_open(path: str) -> bool:
+    """Return whether a path needs no session: the entrance, and what its page loads."""
+    return path == "/enter" or path.startswith("/static/")
 
 
 async def form_of(request: Request, most_bytes: int) -> dict[str, str] | None:
@@ -248,7 +305,6 @@ class Guard:
         app: ASGIApp,
         known: Callable[[Request], bool],
         *,
-        is_open: Callable[[str], bool] = "/enter".__eq__,
         entrance: str = "enter.html",
         headers: Mapping[str, str] = HEADERS,
     ) -> None:
@@ -257,11 +313,10 @@ class Guard:
         Args:
             app: The pages.
             known: Whether a request has a session.
-            is_open: Whether a path needs no session.
             entrance: Template that a request without a session gets.
             headers: Headers of every answer.
         """
-        self._app, self._known, self._is_open = app, known, is_open
+        self._app, self._known = app, known
         self._entrance, self._headers = entrance, headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -275,10 +330,11 @@ class Guard:
             await send(message)
 
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if self._is_open(path) or self._known(Request(scope)):
+        if is_open(path) or self._known(Request(scope)):
             await self._app(scope, receive, with_headers)
         else:
-            answer = HTMLResponse(pages.render(self._entrance, root=""), 401)
+            root = root_of(Request(scope))
+            answer = HTMLResponse(pages.render(self._entrance, root=root), 401)
             await answer(scope, receive, with_headers)
 
 
@@ -322,10 +378,8 @@ def _routes(
         poll_s: Seconds between two looks at a job that somebody watches.
         watches: Gets a watch for each job that somebody watches.
     """
-    found = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-
-    def problem(message: str, status: int) -> Response:
-        return HTMLResponse(pages.render("error.html", message=message), status)
+    # Its own redirect names the whole address, which a proxy may have changed.
+    found = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
 
     async def load(name: str) -> pages.JobPage:
         view, history = await asyncio.to_thread(jobs.load, name)
@@ -339,7 +393,9 @@ def _routes(
     @found.exception_handler(DLRoverError)
     async def failed(request: Request, error: Exception) -> Response:
         """Show the words of an error, with status 409."""
-        return problem(str(error), 409)
+        return problem(request, str(error), 409)
+
+    found.add_exception_handler(404, no_page)
 
     @found.get("/enter")
     async def enter(request: Request, token: str = "", job: str = "") -> Response:
@@ -355,13 +411,20 @@ def _routes(
         rows = await asyncio.to_thread(jobs.rows)
         return HTMLResponse(pages.render("jobs.html", rows=rows, where=jobs.where, root=""))
 
+    @found.get("/jobs/{name}")
+    async def job_without_slash(name: str) -> Response:
+        """Go to the page of a job."""
+        return RedirectResponse(f"./{quote(name, safe='')}/", status_code=307)
+
     @found.get("/jobs/{name}/")
     async def job(name: str) -> Response:
         """Show one job."""
         page = await newest(name)
+        watch = watches.get(name)
+        since = watch.revision if watch is not None and watch.page is page else ""
         parts = [(s, pages.section(s, page)) for s in pages.SECTIONS]
-        text = pages.render("job.html", page=page, sections=parts, csrf=access.csrf, root="../../")
-        return HTMLResponse(text)
+        values = {"sections": parts, "csrf": access.csrf, "since": since, "root": "../../"}
+        return HTMLResponse(pages.render("job.html", page=page, **values))
 
     @found.get("/jobs/{name}/sections/{section}")
     async def one_section(name: str, section: str, start: int = 0) -> Response:
@@ -375,14 +438,16 @@ def _routes(
         return HTMLResponse(pages.section(section, page))
 
     @found.get("/jobs/{name}/changes")
-    async def changes(name: str) -> Response:
+    async def changes(name: str, request: Request, since: str = "") -> Response:
         """Stream the names of the sections that change, as server-sent events."""
+        since = request.headers.get("last-event-id", since)
         watch = watches.setdefault(name, SectionWatch(lambda: load(name), poll_s))
 
         async def events() -> AsyncIterator[str]:
             try:
-                async for changed in watch.changes():
-                    yield "".join(f"event: {s}\ndata:\n\n" for s in changed) or ": still here\n\n"
+                async for changed in watch.changes(since):
+                    told = f"id: {watch.revision}\ndata:\n\n"
+                    yield "".join(f"event: {s}\n{told}" for s in changed) or ": still here\n\n"
             finally:
                 if not watch.is_watched and watches.get(name) is watch:
                     del watches[name]
@@ -415,9 +480,9 @@ def _routes(
         """Do what a form asks for, and say what was done."""
         form = await form_of(request, MAX_FORM_BYTES)
         if form is None:
-            return problem("the form is too large", 413)
+            return problem(request, "the form is too large", 413)
         if not access.confirmed(form.get("csrf", "")):
-            return problem("the form is not of this page: load the page anew", 403)
+            return problem(request, "the form is not of this page: load the page anew", 403)
         if action not in ACTIONS:
             return HTMLResponse("", 404)
         value = form.get("value", "")

@@ -17,7 +17,7 @@ from dlrover_py.protocol.status import (
     TablesStatus,
     TimeBucket,
 )
-from dlrover_py.protocol.words import counted, plain
+from dlrover_py.protocol.words import counted, duration, plain
 
 _GOOD_WHEN_TRUE = (
     ConditionType.ACCEPTED,
@@ -204,3 +204,18 @@ def tables_words(tables: TablesStatus) -> str:
     if tables.lost_buckets:
         line += f"; the rows of {counted(tables.lost_buckets, 'bucket')} are lost: ps.restore()"
     return line
+
+
+def ceiling_line(goodput: GoodputStatus) -> str:
+    """Return the best goodput that could be reached, and why; empty before the first failure."""
+    best = goodput.ceiling
+    if best is None:
+        return ""
+    reached = ""
+    if goodput.share is not None and best.share > 0:
+        reached = f", of which {100 * goodput.share / best.share:.1f}% is reached"
+    return (
+        f"ceiling {100 * best.share:.1f}%{reached}: one failure in {duration(best.between_s)}, "
+        f"{duration(best.recovery_s)} to recover, {duration(best.save_s)} for a save (best: one in "
+        f"{duration(best.interval_s)})"
+    )

@@ -23,9 +23,9 @@ from dlrover_operator import cluster_page
 from dlrover_operator.cluster_page import Filter, TablePage
 from dlrover_operator.loop import Operator
 from dlrover_operator.observed import Obj, uid_of
-from dlrover_operator.viewers import SESSION_S, Viewers, ViewerSession
+from dlrover_operator.viewers import SESSION_S, TooManyTokensError, Viewers, ViewerSession
 from dlrover_py.dashboard import pages
-from dlrover_py.dashboard.server import HEADERS, Guard, form_of
+from dlrover_py.dashboard.server import HEADERS, Guard, form_of, no_page, problem
 from dlrover_py.kubernetes.client import KubeClient
 from dlrover_py.protocol.errors import DLRoverError
 from dlrover_py.protocol.local import History
@@ -78,9 +78,6 @@ def app(
     def session(request: Request) -> ViewerSession | None:
         return viewers.session(request.cookies.get(cookie, ""))
 
-    def is_open(path: str) -> bool:
-        return path == "/enter" or path.startswith("/static/")
-
     tables: dict[tuple[str, str, Filter], tuple[float, TablePage]] = {}
 
     async def jobs_for(viewer: ViewerSession) -> tuple[str, list[Obj]]:
@@ -120,7 +117,9 @@ def app(
         """Show nothing, as the viewer's rights are not known; the log has the details."""
         log.warning("viewer_not_checked", extra={"why": str(error)})
         words = "the API server does not say now what you may see; the operator's log says why"
-        return HTMLResponse(pages.render("error.html", message=words), 503)
+        return problem(request, words, 503)
+
+    found.add_exception_handler(404, no_page)
 
     @found.get("/enter")
     async def entrance(request: Request) -> Response:
@@ -131,11 +130,14 @@ def app(
     async def enter(request: Request) -> Response:
         """Exchange a token for a cookie, and go to the pages."""
         if not _own_form(request):
-            return HTMLResponse(pages.render("error.html", message="not a form of this page"), 403)
+            return problem(request, "not a form of this page", 403)
         form = await form_of(request, MAX_FORM_BYTES)
         if form is None:
-            return HTMLResponse(pages.render("error.html", message="the form is too large"), 413)
-        entered = await viewers.enter(form.get("token", "").strip())
+            return problem(request, "the form is too large", 413)
+        try:
+            entered = await viewers.enter(form.get("token", "").strip())
+        except TooManyTokensError:
+            return problem(request, "many tokens are being checked: try again in a moment", 429)
         if entered is None:
             words = "the cluster knows no user with this token; it may have expired"
             return HTMLResponse(pages.render("cluster/enter.html", root="", problem=words), 401)
@@ -157,7 +159,7 @@ def app(
     async def leave(request: Request) -> Response:
         """End the session."""
         if not _own_form(request):
-            return HTMLResponse(pages.render("error.html", message="not a form of this page"), 403)
+            return problem(request, "not a form of this page", 403)
         viewers.leave(request.cookies.get(cookie, ""))
         answer = RedirectResponse("./", status_code=303)
         answer.delete_cookie(cookie, path=request.scope.get("root_path", "") + "/")
@@ -192,6 +194,8 @@ def app(
 
         async def events(viewer: ViewerSession) -> AsyncIterator[str]:
             told: str | None = None
+            if viewer.streams >= STREAMS:  # many were asked for in the same moment
+                return
             viewer.streams += 1
             try:
                 while session(request) is viewer:
@@ -214,7 +218,7 @@ def app(
             return HTMLResponse(pages.render("cluster/enter.html", root="../../../"), 401)
         job = await viewers.job(viewer, namespace, name)
         if job is None or (namespace, name) not in operator.jobs:
-            return HTMLResponse(pages.render("error.html", message=NO_JOB), 404)
+            return problem(request, NO_JOB, 404)
         page = pages.JobPage(cluster_page.job_view(job), History(), api.wall(), linked=False)
         parts = [Markup(pages.section(part, page)) for part in pages.SECTIONS]
         return HTMLResponse(
@@ -232,7 +236,6 @@ def app(
     return Guard(
         found,
         lambda request: session(request) is not None,
-        is_open=is_open,
         entrance="cluster/enter.html",
         headers=OPEN,
     )

@@ -31,8 +31,15 @@ SESSIONS = 1000
 """Most sessions of all viewers; for a further one, a session of whoever has most of them ends."""
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 """A name that an object of Kubernetes may have (DNS subdomain)."""
-REVIEWS = 8
-"""Most questions to the API server at a time, so that the operator's own calls have room."""
+REVIEWS, TOKEN_REVIEWS_AT_ONCE = 8, 2
+"""Most questions to the API server at a time, so that the operator's own calls have room. Those
+about tokens have turns of their own: whoever sends many wrong ones delays nobody's pages."""
+TOKENS = 16
+"""Most tokens that are checked or wait for it; further ones are refused."""
+
+
+class TooManyTokensError(Exception):
+    """Many tokens of other viewers are being checked: this one was not, and may be sent again."""
 
 
 @dataclass(slots=True)
@@ -65,7 +72,9 @@ class Viewers:
         """
         self._api, self._clock = api, clock
         self._sessions: dict[str, ViewerSession] = {}
-        self._turns = asyncio.Semaphore(REVIEWS)
+        self._turns = asyncio.Semaphore(REVIEWS - TOKEN_REVIEWS_AT_ONCE)
+        self._token_turns = asyncio.Semaphore(TOKEN_REVIEWS_AT_ONCE)
+        self._tokens = 0
 
     async def enter(self, token: str) -> tuple[str, ViewerSession] | None:
         """Begin a session; return its secret and the session, or None for a token of no user.
@@ -78,8 +87,16 @@ class Viewers:
 
         Raises:
             KubeError: the API server refuses the question, or does not answer.
+            TooManyTokensError: many other tokens are being checked.
         """
-        user = await self._user_of(token)
+        if self._tokens >= TOKENS:
+            raise TooManyTokensError
+        self._tokens += 1
+        try:
+            async with self._token_turns:
+                user = await self._user_of(token)
+        finally:
+            self._tokens -= 1
         if user is None:
             return None
         self._forget_ended()
@@ -182,8 +199,7 @@ class Viewers:
             spec: Obj = {"token": token}
             if audiences is not None:
                 spec["audiences"] = audiences
-            async with self._turns:
-                answer = await self._api.create(TOKEN_REVIEWS, {"spec": spec})
+            answer = await self._api.create(TOKEN_REVIEWS, {"spec": spec})
             status = answer.get("status") or {}
             named = audiences is None or AUDIENCE in (status.get("audiences") or ())
             user = status.get("user") or {}

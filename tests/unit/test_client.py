@@ -4,6 +4,7 @@ import asyncio
 import importlib.util
 import socket
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrover_py.cli.dashboard import JobPages
+from dlrover_py.cli.logs import TAIL_LINES, LogQuery, tail
 from dlrover_py.cli.view import JobRow
 from dlrover_py.client import JobList, Jobs, NamedJob
 from dlrover_py.protocol import names
@@ -125,6 +127,46 @@ def test_each_call_to_a_job_that_does_not_exist_is_refused_in_words(here: Path) 
         Jobs().submit("job.yaml", apply=True)
     with pytest.raises(ConfigError, match="kubectl drain"):
         NamedJob(Jobs(namespace="a"), "x").drain("n0")
+
+
+def test_a_page_about_a_job_of_this_machine_never_reaches_a_cluster(here: Path) -> None:
+    """The page stays open after the job's end. A job of a cluster may have the same name."""
+    shown = JobPages(Jobs())
+    ended(here / "state")
+    for call in (
+        lambda: shown.change("demo", "suspend", ""),
+        lambda: shown.change("demo", "scale", "3"),
+        lambda: shown.load("another"),
+        lambda: shown.log_tail("another", "n0"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            call()
+        assert "this machine" in str(error.value)
+        assert "kubeconfig" not in str(error.value)
+
+
+def test_the_newest_lines_of_a_node_are_those_of_all_its_ranks(tmp_path: Path) -> None:
+    """With eight ranks, only the last one was shown."""
+    for rank in range(8):
+        folder = tmp_path / "n0" / "1" / "1" / str(rank)
+        folder.mkdir(parents=True)
+        (folder / "stdout.log").write_text("".join(f"line {i}\n" for i in range(300)))
+    found = tail(tmp_path, LogQuery(node="n0"))
+    assert len(found) == TAIL_LINES
+    origins = Counter(line.partition("]")[0] for line in found)
+    assert len(origins) == 8
+    assert set(origins.values()) == {TAIL_LINES // 8}
+    assert found[-1].endswith("line 299")
+
+
+def test_many_runs_of_one_job_hide_no_other(here: Path) -> None:
+    last = status(JobPhase.SUCCEEDED).model_copy(update={"ended_at": 5.0})
+    for number in range(60):
+        at = last.model_copy(update={"name": "often", "ended_at": 100.0 + number})
+        folder = made(here / "state", f"often@{100 + number}")
+        (folder / names.STATUS_FILE).write_text(at.model_dump_json(by_alias=True))
+    ended(here / "state")
+    assert [row.name for row in JobPages(Jobs()).rows()] == ["often", "demo"]
 
 
 def test_a_notebook_shows_no_word_as_markup(here: Path) -> None:

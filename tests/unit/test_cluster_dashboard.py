@@ -1,11 +1,12 @@
 """The operator's pages: who sees whose jobs, what they say, and what is refused."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
+from urllib.parse import urlencode, urljoin
 
 import pytest
 from starlette.types import ASGIApp, Message
@@ -378,6 +379,31 @@ async def test_nobody_is_kept_out_by_those_who_begin_many_sessions(bed: Bed) -> 
     assert ann is not None
     assert found.session(ann[0]) is not None
     assert found.session(bob[0]) is not None
+
+
+async def test_many_wrong_tokens_delay_no_page(bed: Bed) -> None:
+    found = viewers.Viewers(bed.kube, lambda: bed.clock[0])
+    _, session = await found.enter(ANN) or pytest.fail("no session")
+    flood = [asyncio.create_task(found.enter(f"wrong-{n}")) for n in range(300)]
+    await asyncio.sleep(0)
+    await found.visible(session, ["a"])
+    asked = len(bed.asked(TOKEN_REVIEWS))
+    answers = await asyncio.gather(*flood, return_exceptions=True)
+    assert asked < 2 * viewers.TOKENS, "the page waited for all tokens"
+    refused = [one for one in answers if isinstance(one, viewers.TooManyTokensError)]
+    assert len(refused) == 300 - viewers.TOKENS
+    assert await found.enter(ANN) is not None
+
+
+@pytest.mark.parametrize("path", ["/jobs/a/one/", "/hosts", "/"])
+async def test_the_form_for_a_token_works_on_each_page(bed: Bed, path: str) -> None:
+    """On the page of a job, it was sent to an address below that page."""
+    asked = await Browser(bed.app).call("GET", path)
+    assert asked.status == 401
+    (action,) = re.findall(r'action="([^"]*)"', asked.text)
+    assert urljoin(path, action) == "/enter"
+    (style,) = re.findall(r'href="([^"]*style.css)"', asked.text)
+    assert urljoin(path, style) == "/static/style.css"
 
 
 # --- changes ---

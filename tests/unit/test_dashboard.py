@@ -2,6 +2,7 @@
 
 import asyncio
 import csv
+import hashlib
 import re
 import sys
 from collections.abc import Sequence
@@ -26,9 +27,12 @@ from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.status import (
     Condition,
     DiagnosisStatus,
+    GoodputCeiling,
+    GoodputStatus,
     HeldCheckpoint,
     JobEvent,
     JobPhase,
+    LastCheckpoint,
     NodePhase,
     StoreAnswer,
 )
@@ -142,7 +146,7 @@ class Browser:
         return self.call("POST", f"/jobs/demo/actions/{action}", urlencode(form).encode())
 
 
-@pytest.mark.parametrize("path", [*PAGES, "/jobs/demo/changes", "/static/style.css", "/nothing"])
+@pytest.mark.parametrize("path", [*PAGES, "/jobs/demo/changes", "/nothing"])
 @pytest.mark.parametrize("cookie", ["", "{}=", "{}=ä"])
 def test_without_a_session_nothing_is_shown(path: str, cookie: str) -> None:
     browser = Browser()
@@ -238,6 +242,39 @@ def test_many_nodes_are_shown_in_pages() -> None:
         links = re.findall(r'href="nodes/(n\d+)/"', text)
         assert links[:1] == ([first] if first else [])
         assert len(links) <= pages.NODES_PER_PAGE
+        numbers = re.findall(r'start=(\d+)"[^>]*>(\d+)<', text)
+        assert 2 <= len(numbers) <= 7
+        assert numbers[0] == ("0", "1")
+        assert numbers[-1] == ("12400", "125")
+        assert text.count("aria-current") == (first is not None)
+
+
+def test_the_head_says_what_could_be_reached_and_how_old_the_checkpoint_is() -> None:
+    ceiling = GoodputCeiling(
+        share=0.987, failures=2, between_s=600.0, recovery_s=1.0, save_s=0.1, interval_s=10.0
+    )
+    goodput = GoodputStatus(wall_s=16.0, share=0.75, ceiling=ceiling, seconds={"productive": 12.0})
+    last = LastCheckpoint(step=3, where="memory", at=AT - 150)
+    shown = status(JobPhase.RUNNING).model_copy(
+        update={"goodput": goodput, "last_checkpoint": last, "published_at": AT}
+    )
+    jobs = OneJob(replace(running(), status=shown))
+    page = Browser(jobs).enter().call("GET", "/jobs/demo/").text
+    assert "75.0 %, at most 98.7 % could be reached" in page.replace("75.0%", "75.0 %")
+    assert "ceiling 98.7%, of which 76.0% is reached" in page
+    assert "step 3, in memory, 2 min" in page
+
+
+def test_the_files_of_other_projects_are_those_that_are_named() -> None:
+    """And together they are small: a page loads them over a slow link, too."""
+    folder = pages.FOLDER / "static"
+    table = (folder / "VENDORED.md").read_text()
+    named = re.findall(r"\| `([^`]+)` \|.*\| `([0-9a-f]{64})` \|", table)
+    assert named
+    for name, digest in named:
+        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
+    assert {path.name for path in folder.glob("*.js")} == {name for name, _ in named}
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= 120_000
 
 
 def test_each_node_has_a_letter_by_rank_and_who_lags_is_named() -> None:
@@ -332,7 +369,7 @@ def test_only_what_has_changed_is_announced() -> None:
 
         found = []
         watch = server.SectionWatch(load, 0.001)
-        async for changed in watch.changes():
+        async for changed in watch.changes(""):
             found.append(set(changed))
             if len(found) == 2:
                 return found
@@ -343,8 +380,71 @@ def test_only_what_has_changed_is_announced() -> None:
 
     first, second = asyncio.run(watched())
     assert (first, second) == (set(pages.SECTIONS), {"head"})
+    assert browser.call("GET", "/static/style.css").status == 200
     assert browser.call("GET", "/jobs/demo/sections/why").status == 200
     assert browser.call("GET", "/jobs/demo/sections/secrets").status == 404
+
+
+@pytest.mark.parametrize("failure", [ConfigError("gone"), RuntimeError("a fault of ours")])
+def test_a_viewer_that_connects_late_or_after_a_failed_look_misses_no_change(
+    failure: Exception,
+) -> None:
+    """What was announced before the stream of a page began was never told to its viewer."""
+    reasons: list[str | Exception] = ["first", "second", failure, "last"]
+
+    async def load() -> pages.JobPage:
+        reason = reasons.pop(0) if len(reasons) > 1 else reasons[0]
+        if isinstance(reason, Exception):
+            raise reason
+        shown = replace(running(), reason=reason)
+        return pages.JobPage(shown, History(), AT)
+
+    async def watched() -> list[list[str]]:
+        watch = server.SectionWatch(load, 0.001)
+        all_changes, known, late = watch.changes(""), "", []
+        async for changed in all_changes:
+            if set(changed) == set(pages.SECTIONS):
+                known = watch.revision  # of a page that is loaded now
+            elif watch.page is not None and watch.page.view.reason == "last":
+                break
+        for since in (known, watch.revision, "of-another-watch", "x" * 500):
+            seen = watch.changes(since)
+            late.append(await asyncio.wait_for(anext(seen), 0.2) if since != watch.revision else [])
+            await seen.aclose()
+        await all_changes.aclose()
+        return late
+
+    missed, nothing, other, strange = asyncio.run(watched())
+    assert (missed, nothing) == (["head"], [])
+    assert set(other) == set(strange) == set(pages.SECTIONS)
+
+
+def test_a_page_and_its_stream_have_the_same_revision() -> None:
+    browser = Browser().enter()
+
+    async def viewed() -> tuple[str, str]:
+        told: list[Message] = []
+        opened = browser.called("GET", "/jobs/demo/changes?since=", stream=told)
+        stream = asyncio.create_task(opened)
+        while not any(message.get("body") for message in told):
+            await asyncio.sleep(0)
+        page = (await browser.called("GET", "/jobs/demo/")).text
+        stream.cancel()
+        await asyncio.wait([stream])
+        return page, b"".join(message.get("body", b"") for message in told).decode()
+
+    page, told = asyncio.run(viewed())
+    (since,) = re.findall(r'connect="changes\?since=([0-9a-f]+-1)"', page)
+    assert f"event: head\nid: {since}\ndata:\n\n" in told
+
+
+def test_an_error_is_a_page_with_a_way_back() -> None:
+    browser = Browser().enter()
+    for path, code in (("/jobs/other/", 409), ("/nothing", 404), ("/static/nothing", 404)):
+        answer = browser.call("GET", path)
+        assert answer.status == code
+        assert "<title>" in answer.text
+        assert f'href="{"../" * (path.count("/") - 1)}static/style.css"' in answer.text
 
 
 def test_a_job_that_is_watched_is_read_once_for_all_its_fragments() -> None:

@@ -1,0 +1,127 @@
+"""The dashboard in a real browser, of made-up jobs: many nodes, hostile words, a proxy."""
+
+import asyncio
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+from playwright.sync_api import Page, Route, expect
+from starlette.types import Receive, Scope, Send
+
+from dlrover_py.dashboard import server
+from dlrover_py.net import http_server
+from tests.browser.test_dashboard import accessible
+from tests.unit.test_dashboard import AT, WORDS, OneJob, running
+from tests.unit.test_view import hostile
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+PREFIX = "/team-a/dlrover"
+
+
+@contextmanager
+def served(jobs: OneJob) -> Iterator[str]:
+    """Serve pages behind a proxy that removes a prefix; yield the link."""
+    access = server.Access()
+    pages = server.Dashboard(jobs, access, lambda: AT, poll_s=0.1)
+
+    async def proxy(scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["path"].startswith(f"{PREFIX}/"), scope["path"]
+        path = scope["path"].removeprefix(PREFIX)
+        await pages.asgi({**scope, "path": path, "raw_path": path.encode()}, receive, send)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        serving = http_server.server(proxy)
+        over = threading.Event()
+
+        async def serve() -> None:
+            answers = asyncio.create_task(serving.serve(sockets=[listener]))
+            await asyncio.to_thread(over.wait)
+            serving.should_exit = True
+            pages.close()
+            await answers
+
+        thread = threading.Thread(target=lambda: asyncio.run(serve()))
+        thread.start()
+        try:
+            port = listener.getsockname()[1]
+            yield f"http://127.0.0.1:{port}{PREFIX}/enter?token={access.token}&job=demo"
+        finally:
+            over.set()
+            thread.join()
+
+
+def test_the_second_page_of_many_nodes_stays_when_the_table_changes(page: Page) -> None:
+    """Each change of the table brought the first page back, within a second."""
+    jobs = OneJob(running(nodes=1000))
+    with served(jobs) as link:
+        page.goto(link)
+        nodes = page.locator("#nodes")
+        nodes.get_by_role("button", name="3", exact=True).focus()
+        page.keyboard.press("Enter")
+        expect(nodes.get_by_role("link", name="n200", exact=True)).to_be_visible()
+        assert jobs.view.status is not None
+        for step in (71, 72):
+            many = [one.model_copy(update={"step": step}) for one in jobs.view.status.nodes]
+            told = jobs.view.status.model_copy(update={"nodes": many})
+            jobs.view = replace(jobs.view, status=told)
+            expect(nodes.locator("tr").nth(1)).to_contain_text(str(step), timeout=60_000)
+            expect(nodes.locator("tr").nth(1)).to_contain_text("n200")
+        expect(nodes.locator("[aria-current=page]")).to_have_text("3")
+        accessible(page)
+        page.goto("about:blank")
+
+
+def test_a_change_between_a_page_and_its_stream_is_shown(page: Page) -> None:
+    jobs = OneJob()
+    with served(jobs) as link:
+        page.goto(link)
+        expect(page.locator("h1")).to_contain_text("Running")
+
+        def late(route: Route) -> None:
+            jobs.view = replace(jobs.view, reason="it has changed meanwhile")
+            route.continue_()
+
+        page.route(re.compile("/changes"), late)
+        other = page.context.new_page()  # so that the job is watched all the time
+        other.goto(link)
+        page.reload()
+        expect(page.locator("#head")).to_contain_text("it has changed meanwhile")
+        for one in (other, page):
+            one.goto("about:blank")
+
+
+@pytest.mark.parametrize("path", ["", "jobs/demo/", "jobs/demo/nodes/n0/", "jobs/nobody/", "none"])
+def test_no_word_is_markup_and_each_page_is_accessible(page: Page, path: str) -> None:
+    told = hostile(WORDS)
+    assert told.status is not None
+    nodes = [told.status.nodes[0].model_copy(update={"id": "n0"})]
+    said = told.status.model_copy(update={"nodes": nodes, "name": WORDS})
+    with served(OneJob(replace(told, name=WORDS, status=said))) as link:
+        page.goto(link)
+        base = link.partition("/enter")[0]
+
+        def found(route: Route) -> None:
+            """A browser reports an answer with another status as an error of the page."""
+            answer = route.fetch()
+            route.fulfill(response=answer, status=200)
+
+        page.route(re.compile(re.escape(f"{base}/{path}") + "$"), found)
+        page.goto(f"{base}/{path}")
+        assert page.locator("img").count() == 0
+        expect(page.locator("h1")).to_be_visible()
+        accessible(page)
+        page.goto("about:blank")
+
+
+def test_an_address_without_its_last_slash_leads_to_the_page_behind_a_proxy(page: Page) -> None:
+    with served(OneJob()) as link:
+        page.goto(link)
+        address = page.url
+        page.goto(address.removesuffix("/"))
+        assert page.url == address
+        expect(page.locator("h1")).to_contain_text("demo")
+        page.goto("about:blank")
