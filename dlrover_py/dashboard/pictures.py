@@ -8,6 +8,7 @@ to be understood: shapes and legends say the same.
 import math
 from collections.abc import Iterator, Sequence
 from html import escape
+from string import ascii_uppercase
 
 from markupsafe import Markup
 
@@ -27,6 +28,9 @@ CURVE_POINTS = 200
 NODES_SHOWN = 64
 """Largest number of nodes in the picture."""
 
+LETTER_WIDTH = 16.0
+"""Least width of a part of a bar that has its letter in it."""
+
 _COLORS: dict[str, str] = {
     TimeBucket.PRODUCTIVE: "var(--good)",
     TimeBucket.INFRASTRUCTURE_RECOVERY: "#d9822b",
@@ -36,6 +40,8 @@ _COLORS: dict[str, str] = {
     TimeBucket.CHECKPOINT_SAVE: "#4f9da6",
     TimeBucket.CHECKPOINT_RESTORE: "#3d6f8e",
     TimeBucket.STANDSTILL: "#7d2f2a",
+    TimeBucket.INITIALIZATION: "#5b7a4c",
+    TimeBucket.SUSPENDED: "#8a8fa3",
 }
 
 
@@ -281,15 +287,17 @@ def _number(value: float) -> str:
 def goodput_bar(status: JobStatus) -> Markup:
     """Return the bar that shows where the time went, with its legend.
 
-    Each bucket has its part; productive time comes first.
+    Each bucket has its part, with a letter for those who do not see the color; productive time
+    comes first.
     """
     shares = [
         (
             _COLORS.get(part["what"], "#8a8fa3"),
-            f"{part['what']}: {100 * part['share']:.1f}% ({duration(part['seconds'])})",
+            f"{letter}: {part['what'].replace('_', ' ')}, {100 * part['share']:.1f}% "
+            f"({duration(part['seconds'])})",
             part["share"],
         )
-        for part in time_shares(status.goodput)
+        for letter, part in zip(ascii_uppercase, time_shares(status.goodput), strict=False)
     ]
     parts, x = [], 0.0
     for color, text, share in shares:
@@ -298,6 +306,11 @@ def goodput_bar(status: JobStatus) -> Markup:
             f'<rect x="{x:g}" y="0" width="{width:g}" height="26" fill="{color}">'
             f"<title>{escaped(text)}</title></rect>"
         )
+        if width >= LETTER_WIDTH:
+            parts.append(
+                f'<text class="letter" x="{x + width / 2:g}" y="18" text-anchor="middle">'
+                f"{text[0]}</text>"
+            )
         x += width
     legend = _legend([(color, text) for color, text, _ in shares])
     return Markup(_svg(26, parts, "goodput") + legend)

@@ -7,13 +7,16 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Literal, NewType, Union, get_args, get_origin
 from urllib.parse import urlencode
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 from starlette.types import Message
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -32,6 +35,7 @@ from dlrover_py.protocol.status import (
     HeldCheckpoint,
     JobEvent,
     JobPhase,
+    JobStatus,
     LastCheckpoint,
     NodePhase,
     StoreAnswer,
@@ -213,6 +217,48 @@ def test_no_word_of_a_script_a_user_or_a_pod_is_markup(path: str) -> None:
     assert page.tags.count("script") in (0, 2)
     assert "49" not in page.text
     assert "\x1b" not in page.text
+
+
+def filled(kind: Any, words: str) -> Any:
+    """Return a value of a type in which each text is these words. Nothing is checked."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin in (Annotated, Union, UnionType):
+        return filled(next(part for part in parts if part is not type(None)), words)
+    if origin is Literal:
+        return parts[0]
+    if origin in (list, tuple):
+        return origin([filled(parts[0], words)])
+    if origin is dict:
+        return {filled(parts[0], words): filled(parts[1], words)}
+    if isinstance(kind, NewType):
+        return filled(kind.__supertype__, words)
+    if issubclass(kind, Enum):
+        return next(iter(kind))
+    if issubclass(kind, BaseModel):
+        values = {name: filled(one.annotation, words) for name, one in kind.model_fields.items()}
+        return kind.model_construct(**values)
+    if issubclass(kind, str):
+        return words
+    assert kind in (bool, int, float), kind
+    return kind(1)
+
+
+@pytest.mark.parametrize("phase", [JobPhase.RUNNING, JobPhase.FAILED])
+def test_no_text_in_any_field_of_a_status_is_markup(phase: JobPhase) -> None:
+    said: JobStatus = filled(JobStatus, WORDS).model_copy(update={"phase": phase})
+    resized = EventReason.SCALED_UP
+    events = [said.events[0], said.events[0].model_copy(update={"reason": resized})]
+    said = said.model_copy(update={"events": events, "started_at": 0.0, "published_at": 5.0})
+    view = JobView(
+        WORDS, [WORDS], WORDS, WORDS, said, said.conditions, events, {}, {WORDS: WORDS}, [WORDS]
+    )
+    page = pages.JobPage(view, History(), AT)
+    shown = Page("".join(pages.section(name, page) for name in pages.SECTIONS))
+    assert not {name for name, _ in shown.attributes if name.startswith("on")}
+    assert not {"img", "script"} & set(shown.tags)
+    assert "49" not in shown.text
+    assert "\x1b" not in shown.text
+    assert shown.text.count("&{{ 7 * 7 }}") > 20
 
 
 def test_an_action_needs_a_form_of_our_page() -> None:

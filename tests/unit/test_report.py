@@ -130,7 +130,7 @@ def test_the_page_tells_the_story() -> None:
     for words in (
         "demo", "Succeeded", "because [of] that", "20.0 s", "30 of 60", "75.0%", "loss 1.5",
         "round 1", "round 2", f"node n1 was {LOST}", "no steps are repeated", "1.0 s",
-        "productive: 75.0%", "program_startup: 20.0% (4.0 s)", "wasted_progress: 5.0% (1.0 s)",
+        "A: productive, 75.0%", "B: program startup, 20.0% (4.0 s)", "C: wasted progress, 5.0% (1.0 s)",
         "master of term 2",
     ):  # fmt: skip
         assert words in found.text, words
