@@ -147,6 +147,16 @@ class JobPage:
         """The newest interruptions."""
         return self.outages[-ROWS_SHOWN:]
 
+    def phases(self, outage: timeline.Outage) -> str:
+        """Return how long the parts of the recovery took that followed; empty if it is not known.
+
+        Parts that took less than a hundredth of a second are left out.
+        """
+        status = self.view.status
+        found = status.recoveries if status is not None and outage.round else []
+        parts = next((one.phases for one in found if one.round == outage.round), {})
+        return ", ".join(f"{name} {duration(s)}" for name, s in parts.items() if s >= 0.01)
+
     @property
     def since(self) -> float:
         """Start of the pictures, in Unix seconds."""

@@ -329,7 +329,9 @@ class Loop:
             return None
         status = self._stored
         if status is None or not self._saving:
-            status = self._stored = self._job.status(self._clock.now(), self._clock.wall())
+            status = self._job.status(self._clock.now(), self._clock.wall())
+            status = status.model_copy(update={"recoveries": list(self._traces.newest)})
+            self._stored = status
         if self.journal_error:
             lost = _journal_lost(self.journal_error, status.phase, self._clock.wall())
             status = status.model_copy(update={"conditions": [*status.conditions, lost]})

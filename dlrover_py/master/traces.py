@@ -1,4 +1,4 @@
-"""OpenTelemetry traces of recoveries: one trace for each round after the first.
+"""How long the parts of recoveries took, for the status and as traces of OpenTelemetry.
 
 :func:`spans_of` is pure. :class:`RecoveryTimes` notes when each phase was seen, and
 :class:`TraceExporter` sends the spans in a thread. Neither may delay or end the master. The
@@ -7,6 +7,7 @@ libraries of OpenTelemetry are imported with the first trace that is sent.
 
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -19,7 +20,7 @@ from dlrover_py.process.blocking import BackgroundThread
 from dlrover_py.protocol.agents import FailureClass, WorkerPhase
 from dlrover_py.protocol.names import NodeId
 from dlrover_py.protocol.reasons import EventReason
-from dlrover_py.protocol.status import JobEvent
+from dlrover_py.protocol.status import JobEvent, RecoveryPhases
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -28,6 +29,8 @@ log = logging.getLogger("master.traces")
 
 TIMES_KEPT = 200
 """Number of events whose times are remembered."""
+RECOVERIES_KEPT = 20
+"""Number of recoveries in the status."""
 MOST_WAITING = 16
 """Number of recoveries that wait to be sent; beyond it, the oldest ones are dropped."""
 SERVICE = "dlrover-master"
@@ -118,9 +121,12 @@ class RecoveryTimes:
         """Note nothing yet.
 
         Args:
-            send: Sends a finished trace; it must not wait. None switches all off.
+            send: Sends a finished trace; it must not wait. None: none is sent.
         """
         self._send = send
+        self._failed = False
+        self.newest: deque[RecoveryPhases] = deque(maxlen=RECOVERIES_KEPT)
+        """The newest recoveries, for the status."""
         self._seen: dict[int, tuple[float, float]] = {}
         """Times of the newest events, by their ids: when the failure began, and of the event."""
         self._hang_began = math.nan
@@ -130,9 +136,9 @@ class RecoveryTimes:
         """A round, and when a worker asked for a checkpoint first."""
 
     def take(self, job: Job, events: Iterable[Event], since: int, now: float) -> None:
-        """Take in one step of the job, and send the trace of a recovery that it has completed.
+        """Take in one step of the job; keep a recovery that it has completed, and send its trace.
 
-        An error in it ends the traces with a warning, and nothing else.
+        An error in it ends that with a warning, and nothing else.
 
         Args:
             job: The job after the step.
@@ -140,13 +146,13 @@ class RecoveryTimes:
             since: Id of the first event that the step has recorded, if any.
             now: Monotonic time of the step.
         """
-        if self._send is None:
+        if self._failed:
             return
         try:
             self._take(job, events, since, now)
         except Exception:
             log.exception("no_traces", extra={"then": "the job goes on without traces"})
-            self._send = None
+            self._failed = True
 
     def _take(self, job: Job, events: Iterable[Event], since: int, now: float) -> None:
         """Take in one step of the job; see :meth:`take`.
@@ -157,7 +163,6 @@ class RecoveryTimes:
             since: Id of the first event that the step has recorded, if any.
             now: Monotonic time of the step.
         """
-        assert self._send is not None
         for event in events:
             if isinstance(event, RestoreAsked) and event.round > self._asked[0]:
                 self._asked = event.round, now
@@ -169,7 +174,12 @@ class RecoveryTimes:
                 del self._seen[next(iter(self._seen))]
             if told.reason == EventReason.TRAINING_RESUMED and job.state.round > 1:
                 spans = spans_of(self._recovery(job, told, now), told.at - now)
-                self._send(spans, _attributes(job, told))
+                whole, *phases = ((one.name, round(one.ended - one.began, 3)) for one in spans)
+                self.newest.append(
+                    RecoveryPhases(round=job.state.round, took_s=whole[1], phases=dict(phases))
+                )
+                if self._send is not None:
+                    self._send(spans, _attributes(job, told))
 
     def _look_for_workers(self, job: Job, now: float) -> None:
         """Note when the first node of the round reports that its workers run."""

@@ -483,6 +483,19 @@ class GoodputStatus(_StatusModel):
     """Seconds by bucket (:class:`TimeBucket`); a bucket without any is left out."""
 
 
+class RecoveryPhases(_StatusModel):
+    """How long the parts of one recovery took."""
+
+    round: int
+    """The round whose first step ended it."""
+    took_s: float
+    """Seconds without training, maybe over several rounds."""
+    phases: dict[str, float]
+    """Seconds of its parts, in their order. Without a checkpoint, two are absent: ``detect`` the
+    failure, ``decide``, ``assign`` the round, ``start`` the workers, ``prepare`` the state,
+    ``restore`` the checkpoint, ``first step``."""
+
+
 class ServerStatus(_StatusModel):
     """The state of a server of a parameter server: a node of the role ``ps``, in no round."""
 
@@ -583,6 +596,8 @@ class JobStatus(_StatusModel):
     """The newest faults that are attributed to a host, at most 32."""
     goodput: GoodputStatus | None = None
     """Where the time of the job went."""
+    recoveries: list[RecoveryPhases] = Field(default_factory=list)
+    """The newest recoveries that this master has seen, oldest first."""
     last_failure: Failure | None = None
     """The newest failure that was counted against a node's ``restartCount``."""
     last_checkpoint: LastCheckpoint | None = None

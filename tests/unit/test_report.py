@@ -11,7 +11,14 @@ from dlrover_py.cli.view import JobView
 from dlrover_py.dashboard.pages import report as page
 from dlrover_py.dashboard.timeline import node_timelines, outages, samples, with_node_and_round
 from dlrover_py.protocol.local import History, ProgressSample
-from dlrover_py.protocol.status import GoodputStatus, JobEvent, JobPhase, JobStatus, TimeBucket
+from dlrover_py.protocol.status import (
+    GoodputStatus,
+    JobEvent,
+    JobPhase,
+    JobStatus,
+    RecoveryPhases,
+    TimeBucket,
+)
 from tests.unit.test_view import hostile, status
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
@@ -106,11 +113,16 @@ GOODPUT = GoodputStatus(
 )
 
 
+RECOVERY = RecoveryPhases(
+    round=2, took_s=2.0, phases={"detect": 0.04, "decide": 0.001, "restore": 1.5}
+)
+
+
 def told(phase: JobPhase = JobPhase.SUCCEEDED) -> JobStatus:
     return status(phase).model_copy(
         update={
             "events": STORY, "started_at": AT, "ended_at": AT + 20, "goodput": GOODPUT,
-            "restarts": {"loss": 1}, "published_at": AT + 20,
+            "restarts": {"loss": 1}, "published_at": AT + 20, "recoveries": [RECOVERY],
         }
     )  # fmt: skip
 
@@ -130,8 +142,8 @@ def test_the_page_tells_the_story() -> None:
     for words in (
         "demo", "Succeeded", "because [of] that", "20.0 s", "30 of 60", "75.0%", "loss 1.5",
         "round 1", "round 2", f"node n1 was {LOST}", "no steps are repeated", "1.0 s",
-        "A: productive, 75.0%", "B: program startup, 20.0% (4.0 s)", "C: wasted progress, 5.0% (1.0 s)",
-        "master of term 2",
+        "A: productive, 75.0%", "B: program startup, 20.0% (4.0 s)", "master of term 2",
+        "C: wasted progress, 5.0% (1.0 s)", "detect 40 ms, restore 1.5 s",
     ):  # fmt: skip
         assert words in found.text, words
     assert found.attributes.count(("role", "img")) == 3

@@ -126,6 +126,10 @@ def test_a_failure_of_a_worker_is_traced_from_its_report_to_the_first_step(
          "first step": 1}
     )  # fmt: skip
     assert spans[0] == Span("recovery", WALL + 100, WALL + 108)
+    (kept,) = bench.times.newest
+    assert (kept.round, kept.took_s) == (2, 8)
+    assert list(kept.phases) == [one.name for one in spans[1:]]
+    assert kept.phases == pytest.approx(lengths(spans))
     assert (
         said
         | {
