@@ -13,12 +13,13 @@ import re
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.parse import parse_qs, quote
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
+from markupsafe import Markup
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -405,11 +406,30 @@ def _routes(
         answer = access.enter(token, to, path=path, secure=request.url.scheme == "https")
         return answer or HTMLResponse(pages.render("enter.html", root=""), 401)
 
+    def live_page(request: Request, template: str, text: str, **values: Any) -> Response:
+        """Return a page with a part that asks every few seconds whether it has changed.
+
+        The page itself gets the part alone, or nothing if it has not changed.
+
+        Args:
+            request: The request. It says which part the page has, by its digest.
+            template: Template of the page.
+            text: The part.
+            values: Further values of the template.
+        """
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        if request.query_params.get("seen") == digest:
+            return Response(status_code=204)
+        live = Markup(pages.render("live.html", text=Markup(text), digest=digest))
+        part = "hx-request" in request.headers
+        return HTMLResponse(live if part else pages.render(template, live=live, **values))
+
     @found.get("/")
-    async def index() -> Response:
+    async def index(request: Request) -> Response:
         """List the jobs."""
         rows = await asyncio.to_thread(jobs.rows)
-        return HTMLResponse(pages.render("jobs.html", rows=rows, where=jobs.where, root=""))
+        text = pages.render("jobs_table.html", rows=rows, linked=True)
+        return live_page(request, "jobs.html", text, where=jobs.where, root="")
 
     @found.get("/jobs/{name}")
     async def job_without_slash(name: str) -> Response:
@@ -468,12 +488,12 @@ def _routes(
         return Response(content, media_type="application/octet-stream")
 
     @found.get("/jobs/{name}/nodes/{node}/")
-    async def node(name: str, node: str) -> Response:
+    async def node(name: str, node: str, request: Request) -> Response:
         """Show one node: its state, its events and the newest output of its workers."""
         page = await newest(name)
         lines = await asyncio.to_thread(jobs.log_tail, name, node)
-        text = pages.render("node.html", page=page, node=node, lines=lines, root="../../../../")
-        return HTMLResponse(text)
+        text = pages.render("node_now.html", page=page, node=node, lines=lines)
+        return live_page(request, "node.html", text, page=page, node=node, root="../../../../")
 
     @found.post("/jobs/{name}/actions/{action}")
     async def act(name: str, action: str, request: Request) -> Response:

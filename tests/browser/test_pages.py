@@ -14,6 +14,8 @@ from starlette.types import Receive, Scope, Send
 
 from dlrover_py.dashboard import server
 from dlrover_py.net import http_server
+from dlrover_py.protocol.errors import UnreachableError
+from dlrover_py.protocol.status import JobPhase
 from tests.browser.test_dashboard import accessible
 from tests.unit.test_dashboard import AT, WORDS, OneJob, running
 from tests.unit.test_view import hostile
@@ -125,3 +127,27 @@ def test_an_address_without_its_last_slash_leads_to_the_page_behind_a_proxy(page
         assert page.url == address
         expect(page.locator("h1")).to_contain_text("demo")
         page.goto("about:blank")
+
+
+def test_a_list_and_a_node_that_stay_open_show_what_is_new(page: Page) -> None:
+    jobs = OneJob()
+    with served(jobs) as link:
+        page.goto(link)
+        # Pages whose reports of errors are not looked at: an answer in words is one.
+        table, node = page.context.new_page(), page.context.new_page()
+        table.goto(f"{page.url}../../")
+        node.goto(f"{page.url}nodes/n0/")
+        page.goto("about:blank")
+        expect(table.locator(".phase")).to_have_text("Running")
+        expect(node.locator("pre")).to_contain_text("r")
+        jobs.problem = UnreachableError("the job does not answer")
+        for one in (table, node):
+            expect(one.get_by_role("alert")).to_have_text("the job does not answer")
+        jobs.problem = None
+        assert jobs.view.status is not None
+        shown = jobs.view.status.model_copy(update={"phase": JobPhase.FAILED})
+        jobs.view = replace(jobs.view, status=shown, reason="a line that came later")
+        expect(table.locator(".phase")).to_have_text("Failed")
+        expect(node.locator("pre")).to_contain_text("a line that came later")
+        for one in (node, table):
+            one.goto("about:blank")

@@ -68,12 +68,17 @@ class OneJob:
     loads: int = 0
     asked: list[tuple[str, str, str]] = field(default_factory=list)
     where: str = "on this machine"
+    problem: Exception | None = None
 
     def rows(self) -> Sequence[JobRow]:
+        if self.problem is not None:
+            raise self.problem
         return [JobRow.of_job(self.view.name, self.view.status, "")]
 
     def load(self, name: str) -> tuple[JobView, History]:
         self.loads += 1
+        if self.problem is not None:
+            raise self.problem
         if name != "demo":
             raise ConfigError(f"job {name} is not known")
         return self.view, self.history
@@ -482,6 +487,24 @@ def test_a_page_and_its_stream_have_the_same_revision() -> None:
     page, told = asyncio.run(viewed())
     (since,) = re.findall(r'connect="changes\?since=([0-9a-f]+-1)"', page)
     assert f"event: head\nid: {since}\ndata:\n\n" in told
+
+
+@pytest.mark.parametrize("path", ["/", "/jobs/demo/nodes/n0/"])
+def test_a_list_and_a_node_are_sent_again_only_when_they_have_changed(path: str) -> None:
+    jobs = OneJob()
+    browser = Browser(jobs).enter()
+    (seen,) = re.findall(r'name="seen" value="(\w+)"', browser.call("GET", path).text)
+    same = browser.call("GET", f"{path}?seen={seen}")
+    assert (same.status, same.body) == (204, b"")
+    shown = jobs.view.status
+    assert shown is not None
+    nodes = [shown.nodes[0].model_copy(update={"step": 4711})]
+    shown = shown.model_copy(update={"phase": JobPhase.FAILED, "nodes": nodes})
+    jobs.view = replace(jobs.view, status=shown)
+    again = browser.call("GET", f"{path}?seen={seen}")
+    assert again.status == 200
+    assert "4711" in again.text or path == "/"
+    assert seen not in again.text
 
 
 def test_an_error_is_a_page_with_a_way_back() -> None:
