@@ -20,11 +20,13 @@ from dlrover_py.protocol.job import ReplicaSpec
 from dlrover_py.protocol.job_view import JobView as JobView
 from dlrover_py.protocol.job_view import causal_chain as causal_chain
 from dlrover_py.protocol.job_view import ceiling_line as ceiling_line
+from dlrover_py.protocol.job_view import dataset_line as dataset_line
 from dlrover_py.protocol.job_view import outdated_nodes as outdated_nodes
 from dlrover_py.protocol.job_view import problem_line as problem_line
 from dlrover_py.protocol.job_view import problems as problems
 from dlrover_py.protocol.job_view import problems_without_event as problems_without_event
 from dlrover_py.protocol.job_view import progress_words as progress_words
+from dlrover_py.protocol.job_view import stream_line as stream_line
 from dlrover_py.protocol.job_view import tables_words as tables_words
 from dlrover_py.protocol.job_view import time_shares
 from dlrover_py.protocol.local import Snapshot
@@ -38,7 +40,6 @@ from dlrover_py.protocol.status import (
     NodePhase,
     NodeStatus,
     ServerStatus,
-    StreamStatus,
     TablesStatus,
     summarize,
 )
@@ -332,16 +333,6 @@ def desired_line(worker: ReplicaSpec) -> str:
     )
 
 
-def stream_line(stream: StreamStatus) -> str:
-    """Return how far a stream is trained as one line, with the partition that lags most."""
-    text = f"{stream.name}: watermark {stream.watermark} or more in "
-    text += f"{counted(stream.partition_count, 'partition')}, lag {stream.lag}"
-    if stream.partitions and stream.lag:
-        worst = stream.partitions[0]
-        text += f", most in {worst.name} ({worst.watermark} of {worst.end})"
-    return text + (", ended" if stream.ended else "")
-
-
 def server_line(server: ServerStatus) -> str:
     """Return the state of a server of a parameter server as one line."""
     state = f"runs on {server.host}" if server.running else "starts"
@@ -397,6 +388,8 @@ def description(job_view: JobView, width: int | None = None) -> list[RenderableT
         line = f"{counted(old, 'node')} {are(old)} from an older template"
         hint = "`dlrover job restart` replaces all nodes"
         parts.append(text(f"template  {line}: {hint}", 10, "yellow"))
+    datasets = status.datasets if status is not None else []
+    parts += [text(f"data      {dataset_line(dataset)}", 10) for dataset in datasets]
     streams = status.streams if status is not None else []
     parts += [text(f"stream    {stream_line(stream)}", 10) for stream in streams]
     tables = status.tables if status is not None else None

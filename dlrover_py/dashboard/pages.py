@@ -21,8 +21,10 @@ from dlrover_py.protocol.job_view import (
     JobView,
     causal_chain,
     ceiling_line,
+    dataset_line,
     problem_line,
     progress_words,
+    stream_line,
     tables_words,
 )
 from dlrover_py.protocol.local import History
@@ -50,6 +52,7 @@ SECTIONS = (
     "ranks",
     "nodes",
     "checkpoints",
+    "data",
     "tables",
     "curves",
     "conditions",
@@ -92,6 +95,8 @@ _TEMPLATES.globals |= {
     "progress_words": progress_words,
     "tables_words": tables_words,
     "ceiling_line": ceiling_line,
+    "dataset_line": dataset_line,
+    "stream_line": stream_line,
     "rfc3339": rfc3339,
     "rows_shown": ROWS_SHOWN,
     "has_tensorboard": curves.has_tensorboard,

@@ -11,9 +11,11 @@ from dlrover_py.protocol.agents import Progress
 from dlrover_py.protocol.reasons import ConditionReason, ConditionType, EventReason
 from dlrover_py.protocol.status import (
     Condition,
+    DatasetStatus,
     GoodputStatus,
     JobEvent,
     JobStatus,
+    StreamStatus,
     TablesStatus,
     TimeBucket,
 )
@@ -219,3 +221,25 @@ def ceiling_line(goodput: GoodputStatus) -> str:
         f"{duration(best.recovery_s)} to recover, {duration(best.save_s)} for a save (best: one in "
         f"{duration(best.interval_s)})"
     )
+
+
+def dataset_line(dataset: DatasetStatus) -> str:
+    """Return how far the present epoch of a dataset with dynamic shards is, as one line."""
+    epochs = f" of {dataset.epochs}" if dataset.epochs is not None else ""
+    if dataset.epochs is not None and dataset.epoch >= dataset.epochs:
+        line = f"{dataset.name}: all {counted(dataset.epochs, 'epoch')} are trained"
+    else:
+        line = f"{dataset.name}: epoch {dataset.epoch + 1}{epochs}, {dataset.finished} of "
+        line += f"{counted(dataset.shards, 'shard')} finished, {dataset.begun} begun"
+    line += f", {counted(dataset.samples, 'sample')} in an epoch"
+    return line + (f", {dataset.quarantined} in quarantine" if dataset.quarantined else "")
+
+
+def stream_line(stream: StreamStatus) -> str:
+    """Return how far a stream is trained as one line, with the partition that lags most."""
+    text = f"{stream.name}: watermark {stream.watermark} or more in "
+    text += f"{counted(stream.partition_count, 'partition')}, lag {stream.lag}"
+    if stream.partitions and stream.lag:
+        worst = stream.partitions[0]
+        text += f", most in {worst.name} ({worst.watermark} of {worst.end})"
+    return text + (", ended" if stream.ended else "")

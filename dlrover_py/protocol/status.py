@@ -365,6 +365,29 @@ class StreamStatus(_StatusModel):
     """Partitions, at most 100: those with the greatest lag first; on Kubernetes, at most 8."""
 
 
+class DatasetStatus(_StatusModel):
+    """How far the present epoch of a dataset with dynamic shards is (docs/dynamic-shards.md)."""
+
+    name: str
+    """Name of the dataset."""
+    epoch: int
+    """The present epoch, from 0 on."""
+    epochs: int | None = None
+    """Number of epochs; absent if they have no end."""
+    samples: int
+    """Number of samples in an epoch."""
+    shards: int
+    """Number of shards in an epoch."""
+    finished: int
+    """Shards of which all samples were trained in this epoch."""
+    begun: int
+    """Shards of which some samples were trained in this epoch."""
+    quarantined: int
+    """Shards that are not trained any more, because workers failed with them."""
+    quarantine: list[str] = Field(default_factory=list)
+    """The first ten of them, with the reason, in words."""
+
+
 class DiagnosisStatus(_StatusModel):
     """The newest snapshot of a job, in its status."""
 
@@ -612,6 +635,8 @@ class JobStatus(_StatusModel):
     """The answer to the newest ``spec.storeCheckpoint``; absent until there is one."""
     streams: list[StreamStatus] = Field(default_factory=list)
     """Progress of the datasets that are streams."""
+    datasets: list[DatasetStatus] = Field(default_factory=list)
+    """Progress of the other datasets with dynamic shards."""
     diagnosis: DiagnosisStatus | None = None
     """The newest snapshot of all ranks; absent if none was taken."""
     conditions: list[Condition] = Field(default_factory=list)

@@ -7,6 +7,7 @@ import pytest
 from dlrover_py.cli.view import stream_line
 from dlrover_py.master.core.events import ShardsAnswer, ShardsAsked
 from dlrover_py.protocol.agents import FailureKind, HeldLease, WorkerLeases
+from dlrover_py.protocol.job_view import dataset_line
 from dlrover_py.protocol.names import NodeId
 from dlrover_py.protocol.reasons import ConditionType
 from dlrover_py.protocol.shards import (
@@ -148,6 +149,14 @@ def test_a_poison_shard_becomes_a_condition_and_an_event() -> None:
     found = conditions[ConditionType.SHARDS_QUARANTINED]
     assert found.status == "True"
     assert "dataset d: 1 shard is in quarantine" in found.message
+    script = Script(bench, "n0")
+    script.ask()
+    script.finish()
+    (told,) = bench.job.status(bench.now, 0.0).datasets
+    assert (told.name, told.epoch, told.shards) == ("d", 0, SPEC.shards)
+    assert (told.finished, told.begun, told.quarantined) == (1, 0, 1)
+    assert told.quarantine[0].startswith("shard 0: ")
+    assert dataset_line(told).startswith(f"d: epoch 1, 1 of {SPEC.shards} shards finished, 0 begun")
 
 
 def test_a_worker_without_progress_loses_its_shard() -> None:

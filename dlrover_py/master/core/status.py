@@ -13,6 +13,7 @@ from dlrover_py.protocol.names import NodeId, id_key
 from dlrover_py.protocol.reasons import ConditionReason, ConditionType
 from dlrover_py.protocol.status import (
     Condition,
+    DatasetStatus,
     HeldCheckpoint,
     JobPhase,
     JobStatus,
@@ -24,9 +25,11 @@ from dlrover_py.protocol.status import (
     StreamStatus,
 )
 from dlrover_py.protocol.words import are, counted
-from dlrover_py.shards.records import StreamRecord
+from dlrover_py.shards.records import QueueRecord, StreamRecord
 from dlrover_py.shards.streams import quarantined, watermark
 
+SHOWN_SHARDS = 10
+"""Most shards in quarantine that the status has."""
 SHOWN_PARTITIONS = 100
 """Most partitions of a stream that the status has."""
 SHOWN_CHECKPOINTS = 4
@@ -99,6 +102,11 @@ class StatusReport:
                 _stream_status(name, record.stream)
                 for name, record in self.state.shards.items()
                 if record.spec.range_size is not None
+            ],
+            datasets=[
+                _dataset_status(name, record)
+                for name, record in self.state.shards.items()
+                if record.spec.range_size is None
             ],
             diagnosis=self.live.diagnosis,
             conditions=list(self._conditions.values()),
@@ -407,6 +415,27 @@ def _preparation(node: Node) -> str:
     if node.report and node.report.warming:
         return "imports modules for its workers"
     return "is being checked before it trains" if node.held else ""
+
+
+def _dataset_status(name: str, record: QueueRecord) -> DatasetStatus:
+    """Return how far the present epoch of a dataset is.
+
+    Args:
+        name: Name of the dataset.
+        record: What is known of its shards.
+    """
+    shown = sorted(record.quarantined)[:SHOWN_SHARDS]
+    return DatasetStatus(
+        name=name,
+        epoch=record.epoch,
+        epochs=record.spec.epochs,
+        samples=record.spec.samples,
+        shards=record.spec.shards,
+        finished=sum(stop - start for start, stop in record.done),
+        begun=len(record.partial),
+        quarantined=len(record.quarantined),
+        quarantine=[f"shard {shard}: {record.quarantined[shard].why}" for shard in shown],
+    )
 
 
 def _stream_status(name: str, stream: StreamRecord) -> StreamStatus:
