@@ -52,14 +52,19 @@ class _Cut:
 
 
 class _Hearing:
-    """The time, in seconds, that this coordinator has spent where it could hear others."""
+    """The time, in seconds, that this coordinator has spent where it could hear others.
+
+    It begins with the first message. Before that, perhaps nobody can reach this coordinator yet.
+    """
 
     def __init__(self, now: float) -> None:
         self.now = self._seen = now
+        self.begun = False
 
     def pass_to(self, now: float) -> float:
         """Return the time of hearing at a moment, which counts :data:`TURN_S` at most."""
-        self.now += max(0.0, min(now - self._seen, TURN_S))
+        if self.begun:
+            self.now += max(0.0, min(now - self._seen, TURN_S))
         self._seen = max(now, self._seen)
         return self.now
 
@@ -107,7 +112,7 @@ class Coordinator:
         """The newest cut in the life of the tables, if it is known."""
         self._meetings = Meetings()
         self._hearing = _Hearing(now)
-        self._group = StepGroup(now)
+        self._group = StepGroup(now, rules.return_s)
         self._renew_at = now
         self.planner = Planner(start, rules, now)
         self._context = new_context()
@@ -140,6 +145,7 @@ class Coordinator:
                 return
             try:
                 message, _ = decode(frames, self._key)
+                self._hearing.begun = True
                 self._handle(route, message, heard)
             except WireError as error:
                 self._send(route, m.Unreadable(str(error)))

@@ -300,3 +300,49 @@ def test_a_worker_that_missed_the_end_of_a_step_gets_it_with_its_next_word(
             assert ask(made, ended).steps.done == 1
         with program(made.access) as ask:
             assert ask(made, ended).steps.done == 1
+
+
+def test_who_cannot_reach_the_next_coordinator_at_once_is_not_taken_for_dead(
+    tmp_path: Path, listener: socket.socket
+) -> None:
+    """In a cluster, programs reach a new master one after the other, seconds after its start."""
+    rules = replace(RULES, silence_s=3.0)
+    before = Planner(ClusterMap("job"), rules, 0.0)
+    before.use(specs.sync(silence_s=5.0))
+    for name in ("ps0", "ps1"):
+        before.heard(name, f"tcp://{name}", 0.0)
+    members = {name: before.join(name, "call") for name in ("a", "b")}
+    before.step(replace(before.map.steps, generation=1, members=members), ())
+    (tmp_path / "map").write_bytes(msgspec.json.encode(before.map))
+
+    def listen(made: Coordinator, now: float, seconds: float) -> float:
+        for _ in range(int(seconds / 0.5)):
+            now += 0.5
+            made.receive(now)
+            made.tick(now)
+        return now
+
+    context = zmq.Context()
+    with closing(
+        Coordinator("job", "t", MapFile(tmp_path / "map"), rules, 100.0, listener=listener)
+    ) as made:
+        dealer = context.socket(zmq.DEALER)
+        dealer.connect(made.access.address)
+        try:
+            now = listen(made, 100.0, 60.0)  # nobody can reach it yet
+            send(dealer, m.Alive("ps0", "tcp://ps0", 0), [], made.access.key)
+            send(dealer, m.Stepped("a", members["a"], 0, (1, 0), 2), [], made.access.key)
+            assert made.socket.poll(30_000)
+            now = listen(made, now, 2.0)
+            send(dealer, m.Alive("ps0", "tcp://ps0", 0), [], made.access.key)
+            made.socket.poll(30_000)
+            now = listen(made, now, 2.5)
+            known = made.planner.map
+            assert known.placements == before.map.placements
+            assert known.servers.keys() == {"ps0", "ps1"}
+            assert known.steps.members == members
+            listen(made, now, 30.0)
+            assert not made.planner.map.servers
+            assert not made.planner.map.steps.members
+        finally:
+            context.destroy(linger=0)
