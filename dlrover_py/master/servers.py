@@ -111,6 +111,8 @@ class ServerMap:
                     if present is not None and present is not told:
                         told = present
                         coordinator.present(frozenset(present.nodes), present.desired)
+                        if present.ended:
+                            coordinator.end()
                     coordinator.receive(now)
                     coordinator.tick(now)
                 except OSError as error:  # pushes go on with the map that all have

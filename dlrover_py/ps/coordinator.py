@@ -127,6 +127,8 @@ class Coordinator:
         """What is sent to a connection when the map is stored of which it speaks."""
         self._present: frozenset[str] | None = None
         """The servers that exist; None if nobody has said so."""
+        self._ended = False
+        """Whether the job has ended."""
 
     def close(self) -> None:
         """Close the socket, and let others write cuts."""
@@ -199,6 +201,12 @@ class Coordinator:
         for server in sorted((known.servers.keys() | members) - servers):
             self.planner.lost(server)
 
+    def end(self) -> None:
+        """Tell the servers, now and as they leave, that the job has ended: nobody needs rows."""
+        self._ended = True
+        for route in self._routes:
+            self._send(route, m.JobEnded())
+
     def _publish(self) -> None:
         if self.planner.map.epoch == self._published:
             return
@@ -243,6 +251,8 @@ class Coordinator:
             case m.Drain():
                 planner.drain(message.server)
                 epoch = -1  # whoever leaves must hear that there is a coordinator
+                if self._ended:
+                    self._send(route, m.JobEnded())
             case m.Meet():
                 self._on_meet(route, message, now)
                 return

@@ -1,9 +1,9 @@
 """A coordinator that starts again goes on with the map, at the same address."""
 
 import socket
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -177,24 +177,59 @@ def test_whoever_leaves_hears_each_time_that_there_is_a_coordinator(
         assert ask(made, m.Drain("ps0")) == first
 
 
-def test_a_server_that_leaves_without_a_coordinator_ends_with_its_rows(
+@contextmanager
+def serving(access: Any, name: str) -> Iterator[tuple[ParameterServer, "Future[bool]"]]:
+    """Run a server in a thread; yield it, and what its run returns."""
+    server = ParameterServer(access, name, alone_s=0.1)
+    with ThreadPoolExecutor(1) as pool:
+        ran = pool.submit(server.run)
+        try:
+            yield server, ran
+        finally:
+            server.stop()
+            wait([ran], 30)
+            server.close()
+
+
+def serve_until(made: Coordinator, done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not done():
+        made.socket.poll(20)
+        made.receive(time.monotonic())
+        made.tick(time.monotonic())
+        assert time.monotonic() < deadline
+
+
+def test_a_server_that_leaves_an_ended_job_does_not_wait_for_a_coordinator(
     tmp_path: Path, listener: socket.socket
 ) -> None:
-    """Its job was deleted: nobody takes the rows, and its Pod must not stay for its whole grace."""
+    """Nobody takes the rows, and its Pod must not stay for its whole grace."""
     with coordinator(tmp_path, listener) as made:
         made.planner.expect(1)
-        server = ParameterServer(made.access, "ps0", alone_s=0.1)
-        thread = threading.Thread(target=server.run, daemon=True)
-        thread.start()
-        deadline = time.monotonic() + 30
-        while not made.planner.map.placements or made.socket.poll(20):
-            made.receive(time.monotonic())
-            made.tick(time.monotonic())
-            assert time.monotonic() < deadline
-    server.leave()
-    thread.join(30)
-    assert not thread.is_alive()
-    server.close()
+        with serving(made.access, "ps0") as (server, ran):
+            serve_until(made, lambda: server.has_buckets)
+            made.end()
+            server.leave()
+            serve_until(made, ran.done)
+            assert ran.result() is False, "rows are left"
+
+
+def test_a_server_that_leaves_waits_for_the_next_coordinator_with_its_rows(
+    tmp_path: Path, listener: socket.socket
+) -> None:
+    with coordinator(tmp_path, listener) as made:
+        made.planner.expect(1)
+        access = made.access
+        with serving(access, "ps0") as (server, ran):
+            serve_until(made, lambda: server.has_buckets)
+            server.leave()
+            serve_until(made, lambda: bool(made.planner.map.draining))
+            made.close()
+            assert not wait([ran], 1.0).done, "it has the only copy"
+            with coordinator(tmp_path, listener) as second, serving(access, "ps1"):
+                serve_until(second, ran.done)
+                assert ran.result() is True
+                assert {one.members for one in second.planner.map.placements} == {("ps1",)}
 
 
 def test_one_who_could_not_be_heard_was_not_silent(tmp_path: Path, listener: socket.socket) -> None:

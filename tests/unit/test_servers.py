@@ -11,6 +11,7 @@ from dlrover_py.master.core.events import (
     Effect,
     Event,
     JobChanged,
+    JobStopped,
     NodeEnded,
     NodeSeen,
     NodesListed,
@@ -217,6 +218,13 @@ def test_servers_end_after_the_last_worker(how: str) -> None:
     if how == "suspend":
         run.step(JobChanged(spec.suspended(False)))
         assert run.present == run.servers == {"ps3", "ps4", "ps5"}
+
+
+def test_the_coordinator_learns_of_a_deleted_job_at_once() -> None:
+    """Servers that leave need not wait for another one then. The master may end soon, too."""
+    run = Run(parsed())
+    said = [one for one in run.step(JobStopped()) if isinstance(one, ServersPresent)]
+    assert [(one.nodes, one.ended) for one in said] == [(run.present, True)]
 
 
 def test_fewer_servers_give_their_rows_away_first() -> None:

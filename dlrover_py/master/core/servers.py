@@ -148,7 +148,7 @@ class Servers:
                 record.nodes[node] = leaving or "the workers have ended"
                 self.state.changed()
                 self._end(node, 0.0)
-        present = ServersPresent(frozenset(record.nodes), wanted)
+        present = ServersPresent(frozenset(record.nodes), wanted, self.state.phase.ended)
         if present != self._told:
             self._told = present
             self.live.emit(present)
