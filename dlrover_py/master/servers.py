@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dlrover_py.master.core.events import ServersPresent
+from dlrover_py.master.pauses import pause_s
+from dlrover_py.protocol.errors import TransientError
 from dlrover_py.protocol.job import ElasticJob, ServerSpec
 
 if TYPE_CHECKING:
@@ -69,7 +71,8 @@ class ServerMap:
     async def run(self) -> None:
         """Run the coordinator in a thread until this call is cancelled.
 
-        While the map cannot be stored, it does not change, and the coordinator tries again.
+        While the map cannot be stored, nobody gets it. The coordinator tries again after pauses, as
+        for the journal.
 
         Raises:
             SupersededError: The coordinator of another master owns the map.
@@ -102,24 +105,30 @@ class ServerMap:
             write_access(place.access, self._coordinator.access)
 
     def _serve(self, coordinator: "Coordinator") -> None:
-        told, problem = None, ""
+        told, problem, tries, tick_at = None, "", 0, 0.0
         try:
             while not self._over.is_set():
-                coordinator.socket.poll(int(TICK_S * 1000))
-                present, now = self._present, time.monotonic()
-                try:
-                    if present is not None and present is not told:
-                        told = present
-                        coordinator.present(frozenset(present.nodes), present.desired)
-                        if present.ended:
-                            coordinator.end()
-                    coordinator.receive(now)
-                    coordinator.tick(now)
-                except OSError as error:  # pushes go on with the map that all have
-                    if problem != (problem := f"the map of the servers: {error}"):
-                        log.error("map_unwritable", extra={"why": problem})
+                if coordinator.socket.closed:
                     self._over.wait(TICK_S)
                 else:
-                    problem = ""
+                    coordinator.socket.poll(int(TICK_S * 1000))
+                present, now = self._present, time.monotonic()
+                if present is not None and present is not told:
+                    told = present
+                    coordinator.present(frozenset(present.nodes), present.desired)
+                    if present.ended:
+                        coordinator.end()
+                coordinator.receive(now)
+                if now < tick_at:
+                    continue
+                try:
+                    coordinator.tick(now)
+                except TransientError as error:  # pushes go on with the map that all have
+                    if problem != (problem := f"the map of the servers: {error}"):
+                        log.error("map_unwritable", extra={"why": problem})
+                    tick_at = time.monotonic() + pause_s(tries, error)
+                    tries += 1
+                else:
+                    problem, tries = "", 0
         finally:
             coordinator.close()

@@ -15,7 +15,12 @@ import zmq
 
 from dlrover_py import telemetry
 from dlrover_py.checkpoint.directory import RENEW_S
-from dlrover_py.protocol.errors import CheckpointError, ConfigError, SupersededError
+from dlrover_py.protocol.errors import (
+    CheckpointError,
+    ConfigError,
+    SupersededError,
+    TransientError,
+)
 from dlrover_py.ps import messages as m
 from dlrover_py.ps.cluster_map import ClusterMap, CutPlace
 from dlrover_py.ps.cuts import CutDirectory, SavedCut
@@ -33,6 +38,15 @@ TURN_S = 0.5
 """Seconds that count at most, for silences, from one look at the messages to the next.
 
 While the coordinator waits for a disk or the API server, it hears nobody. That is no silence."""
+
+CHECK_S = 10.0
+"""Seconds without a new map after which a coordinator checks that the stored one is its own."""
+
+DOUBT_S = 15.0
+"""Seconds without a success of the store after which a coordinator closes all connections.
+
+A master that cannot reach the API server may still reach servers and workers. While they are
+connected to it, they do not find the next one."""
 
 WAITED_FOR_S = 10.0
 """Seconds after which a cut is given up that no worker asks for. Pushes must not wait for ever."""
@@ -115,14 +129,17 @@ class Coordinator:
         self._group = StepGroup(now, rules.return_s)
         self._renew_at = now
         self.planner = Planner(start, rules, now)
-        self._context = new_context()
+        self._context, self._listener = new_context(), listener
         self.socket = self._context.socket(zmq.ROUTER)
+        """It is closed while servers and workers must find another coordinator, if there is one."""
         port = _bind(self.socket, listener)
         self.access = JobAccess(job, f"tcp://127.0.0.1:{port}", token)
         self._key = self.access.key
         self._routes: dict[bytes, float] = {}
         """When each connection was heard last."""
         self._published = -1
+        self._owned_at = now
+        """When the store was last known to be this coordinator's own."""
         self._answers: dict[bytes, m.Met] = {}
         """What is sent to a connection when the map is stored of which it speaks."""
         self._present: frozenset[str] | None = None
@@ -140,7 +157,7 @@ class Coordinator:
     def receive(self, now: float) -> None:
         """Handle the messages that have come. :meth:`tick` stores what they have changed."""
         heard = self._hearing.pass_to(now)
-        for _ in range(64):
+        for _ in range(0 if self.socket.closed else 64):
             try:
                 route, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -161,8 +178,12 @@ class Coordinator:
         time in which this coordinator was blocked does not count. :meth:`receive` comes first, so
         that one who has spoken meanwhile is heard.
 
+        After :data:`DOUBT_S` without a success of the store, the socket is closed, unless no other
+        coordinator can take its place. It is opened again when the store has answered.
+
         Raises:
-            OSError: The map cannot be stored. Nobody gets it; a later call tries again.
+            TransientError: The map cannot be stored. Nobody gets it; a later call tries again. Its
+                ``retry_after`` is the least delay until then.
             SupersededError: Another coordinator owns the map.
         """
         heard = self._hearing.pass_to(now)
@@ -178,7 +199,14 @@ class Coordinator:
             self._renew_at = now + RENEW_S
             with contextlib.suppress(OSError):  # the next cut says so
                 self._cuts.renew()
-        self._publish()
+        try:
+            self._publish(now)
+        except TransientError:
+            if now - self._owned_at > DOUBT_S and self._listener is not None:
+                self._disconnect()
+            raise
+        if self.socket.closed:
+            self._connect()
 
     def lost(self, server: str) -> None:
         """Note that the process of a server has ended."""
@@ -207,11 +235,29 @@ class Coordinator:
         for route in self._routes:
             self._send(route, m.JobEnded())
 
-    def _publish(self) -> None:
+    def _disconnect(self) -> None:
+        """Close all connections. Their other ends connect again, perhaps to another coordinator."""
+        self.socket.close(linger=0)
+        self._routes, self._answers = {}, {}
+
+    def _connect(self) -> None:
+        """Take connections again. Their other ends have as much time as with a new coordinator."""
+        self.socket = self._context.socket(zmq.ROUTER)
+        _bind(self.socket, self._listener)
+        self._hearing.begun = False
+        self.planner.wait_for_all(self._hearing.now)
+        self._group.wait_for_all(self._hearing.now)
+
+    def _publish(self, now: float) -> None:
         if self.planner.map.epoch == self._published:
-            return
+            if now - self._owned_at < CHECK_S:
+                return
+            is_there = self._store.check()
+            self._owned_at = now
+            if is_there:
+                return
         self._store.write(msgspec.json.encode(self.planner.map))
-        self._published = self.planner.map.epoch
+        self._published, self._owned_at = self.planner.map.epoch, now
         for route in self._routes:
             self._send(route, m.MapNews(self.planner.map))
         for route, answer in self._answers.items():

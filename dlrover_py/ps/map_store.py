@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Protocol
 
-from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.errors import ConfigError, TransientError
 
 
 class MapStore(Protocol):
@@ -27,7 +27,16 @@ class MapStore(Protocol):
         """Replace the document, so that it outlives this process.
 
         Raises:
-            OSError: It cannot be written now.
+            TransientError: It cannot be written now. Its ``retry_after`` is the least delay until
+                the next attempt.
+            SupersededError: Another process has taken the document over.
+        """
+
+    def check(self) -> bool:
+        """Check that this process may still write; return whether the document is there.
+
+        Raises:
+            TransientError: This cannot be found out now.
             SupersededError: Another process has taken the document over.
         """
 
@@ -58,11 +67,18 @@ class MapFile:
         """Write another file, and put it in the place of the old one.
 
         Raises:
-            OSError: It cannot be written.
+            TransientError: It cannot be written.
         """
         fresh = self._path.with_suffix(".new")
-        with fresh.open("wb") as file:
-            file.write(document)
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.rename(self._path)
+        try:
+            with fresh.open("wb") as file:
+                file.write(document)
+                file.flush()
+                os.fsync(file.fileno())
+            fresh.rename(self._path)
+        except OSError as error:
+            raise TransientError(f"{self.name}: {error.strerror}; expected to write it") from error
+
+    def check(self) -> bool:
+        """Return whether the file is there."""
+        return self._path.exists()

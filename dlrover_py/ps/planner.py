@@ -66,9 +66,14 @@ class Planner:
         """
         self.map = start
         self.rules = rules
-        until = now + max(rules.return_s, rules.silence_s)
-        self._until = dict.fromkeys(start.servers, until)
+        self._until: dict[str, float] = {}
         """When each server counts as lost, unless it is heard before."""
+        self.wait_for_all(now)
+
+    def wait_for_all(self, now: float) -> None:
+        """Give all servers ``return_s`` from now on to be heard: they must connect first."""
+        until = now + max(self.rules.return_s, self.rules.silence_s)
+        self._until = dict.fromkeys(self.map.servers, until)
 
     @property
     def draining(self) -> frozenset[str]:

@@ -33,6 +33,10 @@ class StepGroup:
         self._reports: dict[str, tuple[Stepped, float]] = {}
         """The last word of each worker, and when it came."""
 
+    def wait_for_all(self, now: float) -> None:
+        """Give all members ``return_s`` from now on to be heard: they must connect first."""
+        self._begun, self._reports = now, {}
+
     def heard(self, report: Stepped, now: float) -> None:
         """Note the word of a worker. Late words of an earlier life do not count.
 

@@ -53,6 +53,7 @@ def new_context(*, ipv6: bool = False) -> "zmq.Context[Any]":
     context.setsockopt(zmq.HEARTBEAT_IVL, BEAT_MS)
     context.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
     context.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
+    context.setsockopt(zmq.HANDSHAKE_IVL, SILENCE_MS)  # the other end may not take connections
     context.setsockopt(zmq.IPV6, int(ipv6))
     return context
 

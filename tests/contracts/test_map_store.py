@@ -85,7 +85,7 @@ async def test_a_secret_that_was_deleted_gets_the_map_when_it_is_there_again(pla
     await asyncio.to_thread(store.read)
     await asyncio.to_thread(store.write, b"one")
     place.cluster.remove(SECRETS, NAME)
-    with pytest.raises(OSError, match=NAME):
+    with pytest.raises(TransientError, match=NAME):
         await asyncio.to_thread(store.write, b"two")
     place.cluster.put(SECRETS, secret())
     await asyncio.to_thread(store.write, b"three")
@@ -115,7 +115,7 @@ async def test_what_may_pass_is_told_from_what_does_not(place: Place) -> None:
         await asyncio.to_thread(store.read)
     assert await asyncio.to_thread(store.read) is None
     place.cluster.fail(500, times=1, method="PUT", path="/secrets/")
-    with pytest.raises(OSError, match="Secret elasticjob-x-servers"):
+    with pytest.raises(TransientError, match="Secret elasticjob-x-servers"):
         await asyncio.to_thread(store.write, b"one")
     await asyncio.to_thread(store.write, b"one")
     for damaged in (b"no gzip", b""):
@@ -131,7 +131,7 @@ async def test_a_map_that_does_not_fit_is_refused_before_it_is_sent(place: Place
     store = place.open()
     await asyncio.to_thread(store.read)
     large = random.Random(1).randbytes(MAX_PACKED_BYTES + 1)
-    with pytest.raises(OSError, match="use fewer buckets"):
+    with pytest.raises(TransientError, match="use fewer buckets"):
         await asyncio.to_thread(store.write, large)
 
 
@@ -142,3 +142,29 @@ async def test_the_secret_of_another_job_is_not_touched(place: Place) -> None:
     place.cluster.remove(SECRETS, NAME)
     with pytest.raises(TransientError, match=NAME):
         await asyncio.to_thread(place.open().read)
+
+
+async def test_a_server_that_is_too_busy_says_for_how_long_it_is_left_alone(place: Place) -> None:
+    store = place.open()
+    await asyncio.to_thread(store.read)
+    place.cluster.fail(429, times=1, method="PUT", path="/secrets/", retry_after=7)
+    with pytest.raises(TransientError) as refused:
+        await asyncio.to_thread(store.write, b"one")
+    assert refused.value.retry_after >= 7
+
+
+async def test_a_store_says_whether_it_is_still_its_own(place: Place, tmp_path: Path) -> None:
+    file, store = MapFile(tmp_path / "map.json"), place.open()
+    for one in (file, store):
+        await asyncio.to_thread(one.read)
+        assert not await asyncio.to_thread(one.check)
+        await asyncio.to_thread(one.write, b"one")
+        assert await asyncio.to_thread(one.check)
+    place.cluster.remove(SECRETS, NAME)
+    with pytest.raises(TransientError, match=NAME):
+        await asyncio.to_thread(store.check)
+    place.cluster.put(SECRETS, secret())
+    assert not await asyncio.to_thread(store.check)
+    await asyncio.to_thread(place.open().read)
+    with pytest.raises(SupersededError, match="written by another master"):
+        await asyncio.to_thread(store.check)

@@ -29,7 +29,8 @@ from dlrover_py.master.core.events import (
     Rules,
 )
 from dlrover_py.master.journal_store import FileJournalStore
-from dlrover_py.master.loop import RETRY, Loop, pause_s
+from dlrover_py.master.loop import Loop
+from dlrover_py.master.pauses import RETRY, pause_s
 from dlrover_py.master.platform import PriorMasterState
 from dlrover_py.master.platform.kubernetes import creator, pod_calls, pods
 from dlrover_py.master.platform.kubernetes.job_watcher import ElasticJobWatcher

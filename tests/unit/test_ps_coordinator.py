@@ -13,11 +13,11 @@ import msgspec
 import pytest
 import zmq
 
-from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.errors import ConfigError, SupersededError, TransientError
 from dlrover_py.ps import messages as m
 from dlrover_py.ps import specs
 from dlrover_py.ps.cluster_map import ClusterMap, CutPlace
-from dlrover_py.ps.coordinator import Coordinator
+from dlrover_py.ps.coordinator import CHECK_S, DOUBT_S, Coordinator
 from dlrover_py.ps.map_store import MapFile
 from dlrover_py.ps.planner import Planner, PlanRules
 from dlrover_py.ps.server import ParameterServer
@@ -51,15 +51,15 @@ def program(access: Any) -> Iterator[Any]:
     dealer = context.socket(zmq.DEALER)
     dealer.connect(access.address)
 
-    def ask(by: Coordinator, message: Any) -> ClusterMap:
+    def ask(by: Coordinator, message: Any, now: float | None = None) -> ClusterMap:
         again = 0.0
         deadline = time.monotonic() + 30
-        while (now := time.monotonic()) < deadline:
-            if again <= now:  # the one before it may have got the message
-                again = now + 1.0
+        while (real := time.monotonic()) < deadline:
+            if again <= real:  # the one before it may have got the message
+                again = real + 1.0
                 send(dealer, message, [], access.key)
-            by.receive(time.monotonic())
-            by.tick(time.monotonic())
+            by.receive(real if now is None else now)
+            by.tick(real if now is None else now)
             if dealer.poll(20):
                 answer, _ = decode(dealer.recv_multipart(), access.key)
                 assert isinstance(answer, m.MapNews)
@@ -70,6 +70,15 @@ def program(access: Any) -> Iterator[Any]:
         yield ask
     finally:
         context.destroy(linger=0)
+
+
+def serve_turns(made: Coordinator, now: float, seconds: float) -> float:
+    """Let a coordinator serve for some seconds; return the time afterwards."""
+    for _ in range(int(seconds / 0.5)):
+        now += 0.5
+        made.receive(now)
+        made.tick(now)
+    return now
 
 
 @pytest.mark.parametrize("damaged", [b"", b"{}", b'{"job": "\x80"}'])
@@ -148,10 +157,10 @@ def test_a_map_that_cannot_be_stored_is_sent_to_nobody(
     with coordinator(tmp_path, listener) as made, program(made.access) as ask:
         assert ask(made, m.WatchMap(-1)).epoch == 0
         (tmp_path / "map.new").mkdir()
-        with pytest.raises(IsADirectoryError):
+        with pytest.raises(TransientError, match="Is a directory"):
             ask(made, m.JoinClient("w", "call"))
         made.receive(time.monotonic())
-        with pytest.raises(IsADirectoryError):
+        with pytest.raises(TransientError, match="Is a directory"):
             made.tick(time.monotonic())
         (tmp_path / "map.new").rmdir()
         assert ask(made, m.WatchMap(-1)).clients == {"w": 1}
@@ -350,13 +359,6 @@ def test_who_cannot_reach_the_next_coordinator_at_once_is_not_taken_for_dead(
     before.step(replace(before.map.steps, generation=1, members=members), ())
     (tmp_path / "map").write_bytes(msgspec.json.encode(before.map))
 
-    def listen(made: Coordinator, now: float, seconds: float) -> float:
-        for _ in range(int(seconds / 0.5)):
-            now += 0.5
-            made.receive(now)
-            made.tick(now)
-        return now
-
     context = zmq.Context()
     with closing(
         Coordinator("job", "t", MapFile(tmp_path / "map"), rules, 100.0, listener=listener)
@@ -364,20 +366,90 @@ def test_who_cannot_reach_the_next_coordinator_at_once_is_not_taken_for_dead(
         dealer = context.socket(zmq.DEALER)
         dealer.connect(made.access.address)
         try:
-            now = listen(made, 100.0, 60.0)  # nobody can reach it yet
+            now = serve_turns(made, 100.0, 60.0)  # nobody can reach it yet
             send(dealer, m.Alive("ps0", "tcp://ps0", 0), [], made.access.key)
             send(dealer, m.Stepped("a", members["a"], 0, (1, 0), 2), [], made.access.key)
             assert made.socket.poll(30_000)
-            now = listen(made, now, 2.0)
+            now = serve_turns(made, now, 2.0)
             send(dealer, m.Alive("ps0", "tcp://ps0", 0), [], made.access.key)
             made.socket.poll(30_000)
-            now = listen(made, now, 2.5)
+            now = serve_turns(made, now, 2.5)
             known = made.planner.map
             assert known.placements == before.map.placements
             assert known.servers.keys() == {"ps0", "ps1"}
             assert known.steps.members == members
-            listen(made, now, 30.0)
+            serve_turns(made, now, 30.0)
             assert not made.planner.map.servers
             assert not made.planner.map.steps.members
         finally:
             context.destroy(linger=0)
+
+
+class SharedStore:
+    """The document of several coordinators. The one that has read it last may write it."""
+
+    name = "a shared store"
+
+    def __init__(self, place: list[bytes], readers: list["SharedStore"]) -> None:
+        self.place, self.readers, self.reached = place, readers, True
+
+    def read(self) -> bytes | None:
+        self.readers.append(self)
+        return self.place[-1] if self.place else None
+
+    def check(self) -> bool:
+        if not self.reached:
+            raise TransientError("no answer")
+        if self.readers[-1] is not self:
+            raise SupersededError("another coordinator owns it")
+        return bool(self.place)
+
+    def write(self, document: bytes) -> None:
+        self.check()
+        self.place.append(document)
+
+
+def test_a_coordinator_that_does_not_reach_its_store_lets_others_find_the_next_one(
+    listener: socket.socket,
+) -> None:
+    """Its master cannot reach the API server, but servers and workers can reach its Pod."""
+    place, readers = list[bytes](), list[SharedStore]()
+    old, new = SharedStore(place, readers), SharedStore(place, readers)
+    now = 100.0
+    with closing(Coordinator("job", "t", old, RULES, now, listener=listener)) as first:
+        serve_turns(first, now, 1)
+        with program(first.access) as ask:
+            assert ask(first, m.JoinClient("w", "call"), now).clients == {"w": 1}
+            old.reached = False
+            now = serve_turns(first, now, CHECK_S - 1)
+            assert not first.socket.closed
+            with pytest.raises(TransientError):
+                serve_turns(first, now, 2)
+            with pytest.raises(TransientError):
+                first.tick(now + DOUBT_S)
+            assert first.socket.closed
+            with closing(Coordinator("job", "t", new, RULES, now, listener=listener)) as second:
+                assert ask(second, m.WatchMap(-1)).clients == {"w": 1}
+            old.reached = True
+            with pytest.raises(SupersededError):
+                first.tick(now + DOUBT_S)
+
+
+def test_a_coordinator_that_reaches_its_store_again_takes_connections_again(
+    listener: socket.socket,
+) -> None:
+    store = SharedStore([], [])
+    rules, now = replace(RULES, silence_s=3.0), 100.0
+    with (
+        closing(Coordinator("job", "t", store, rules, now, listener=listener)) as made,
+        program(made.access) as ask,
+    ):
+        ask(made, m.Alive("ps0", "tcp://ps0", -1), now)
+        store.reached = False
+        with pytest.raises(TransientError):
+            made.tick(now + DOUBT_S + 1)
+        assert made.socket.closed
+        store.reached = True
+        now = serve_turns(made, now + DOUBT_S, 20)
+        assert made.planner.map.servers.keys() == {"ps0"}, "it has not been able to speak"
+        assert ask(made, m.WatchMap(-1), now).servers.keys() == {"ps0"}
