@@ -123,6 +123,8 @@ class PsClient:
         self._requests = PendingRequests()
         self._open: dict[int, _Request] = {}
         self._pushes: deque[_Request | _Meeting] = deque()
+        self._pulls: deque[_Request] = deque()
+        """Pulls that wait until this worker is a member: rows of an earlier step are too old."""
         self._meeting: _Meeting | None = None
         self._meetings = 0
         self._pace: _Pace | None = None
@@ -166,7 +168,8 @@ class PsClient:
     def use(self, consistency: Consistency, world: int | None = None) -> None:
         """Order the steps of this worker and of all others. Call it before the first push.
 
-        Each push then ends a step. Its future is done when the next step may begin.
+        Each push then ends a step. Its future is done when the next step may begin. Pulls wait
+        until all workers have come.
 
         Args:
             consistency: What workers see of the steps of others. It is the same for all.
@@ -385,14 +388,16 @@ class PsClient:
             elif isinstance(command, _Meeting) or command.push:
                 self._pushes.append(command)
             else:
-                self._start(command)
+                self._pulls.append(command)
         self._next_push()
 
     def _next_push(self) -> None:
-        """Start the oldest waiting push or meeting of workers, if none is under way.
+        """Start the oldest waiting push or meeting of workers, if none is under way, and all pulls.
 
-        A push waits for the other workers.
+        With steps, pushes and pulls wait until this worker is a member of the group.
         """
+        while self._pulls and (self._pace is None or self._is_member()):
+            self._start(self._pulls.popleft())
         busy = self._meeting is not None or any(one.push for one in self._open.values())
         if not self._pushes or busy or (self._pace is not None and self._pace.push is not None):
             return
@@ -585,7 +590,7 @@ class PsClient:
             if pace.due <= now:
                 self._report()
             self._next_push()
-            first = pace.push or (self._pushes[0] if self._pushes else None)
+            first = pace.push or next(iter((*self._pulls, *self._pushes)), None)
             # Members are heard all the time, so a member waits for a slow one as long as it takes.
             if isinstance(first, _Request) and first.deadline < now and not self._is_member():
                 words = f"expected {pace.world} workers within {self._timeout_s:g} s: fewer came"
@@ -617,11 +622,12 @@ class PsClient:
         if self._meeting is not None:
             waiting.append(self._meeting)
             self._meeting = None
-        for request in (*self._open.values(), *self._pushes, *waiting):
+        for request in (*self._open.values(), *self._pulls, *self._pushes, *waiting):
             request.future.set_exception(error)
         for seq in self._open:
             self._requests.cancel(seq)
         self._open.clear()
+        self._pulls.clear()
         self._pushes.clear()
         self._commands.clear()
 
