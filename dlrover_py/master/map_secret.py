@@ -23,6 +23,8 @@ WRITER: Final = f"{GROUP}/map-writer"
 """Annotation with random text of the process that may write."""
 CALL_S = 5.0
 """Longest time for a call to the API server, in seconds."""
+STEP_BUCKETS = 1024
+"""Most buckets with which workers may step together. Each step then writes 2 to 6 kB into etcd."""
 MAX_BYTES = 16 << 20
 """Bytes of a map that are accepted."""
 MAX_PACKED_BYTES = 700_000
@@ -36,6 +38,8 @@ class SecretMapStore:
     since. The map is read with a write of the annotation, after which an earlier master cannot
     write any more.
     """
+
+    step_buckets = STEP_BUCKETS
 
     def __init__(self, kube: "KubeClient", namespace: str, name: str, *, job_uid: str) -> None:
         """Note the place; no call is made. The present event loop makes the calls later.

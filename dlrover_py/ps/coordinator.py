@@ -27,6 +27,7 @@ from dlrover_py.ps.cuts import CutDirectory, SavedCut
 from dlrover_py.ps.map_store import MapStore
 from dlrover_py.ps.meetings import Meetings
 from dlrover_py.ps.planner import Planner, PlanRules
+from dlrover_py.ps.specs import Consistency, ConsistencyKind
 from dlrover_py.ps.steps import StepGroup
 from dlrover_py.ps.wire import MAX_BODY_BYTES, JobAccess, WireError, decode, new_context, send
 
@@ -289,6 +290,7 @@ class Coordinator:
                 planner.create_table(message.spec)
                 epoch = -1
             case m.UseConsistency():
+                self._check_steps(message.consistency)
                 planner.use(message.consistency)
                 epoch = -1
             case m.Stepped():
@@ -323,6 +325,16 @@ class Coordinator:
         )
         _LOG.warning("a server has a newer map", extra={"fields": {"error": words}})
         raise ConfigError(words)
+
+    def _check_steps(self, wanted: Consistency) -> None:
+        """Refuse steps if the map, which is written after each of them, is too large for that."""
+        buckets, most = self.planner.rules.buckets, self._store.step_buckets
+        if wanted.kind is not ConsistencyKind.ASYNC and buckets > most:
+            raise ConfigError(
+                f"the tables have {buckets} buckets: expected at most {most} with ps.sync() and "
+                f"ps.ssp(), because each step writes the map of all into {self._store.name}; "
+                "set a smaller number of buckets for the role ps, and start the job anew"
+            )
 
     # --- Cuts ---
 

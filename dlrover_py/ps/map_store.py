@@ -12,6 +12,8 @@ class MapStore(Protocol):
 
     name: str
     """What it is, in words: the path of a file, or the name of an object."""
+    step_buckets: int
+    """Most buckets of a map that is written after each step of the workers."""
 
     def read(self) -> bytes | None:
         """Take the document over, and return it; None if there is none.
@@ -43,6 +45,8 @@ class MapStore(Protocol):
 
 class MapFile:
     """The document in a file. One process at a time may use it: the journal's lock says which."""
+
+    step_buckets = 1 << 16
 
     def __init__(self, path: Path) -> None:
         """Note the path; nothing is read."""

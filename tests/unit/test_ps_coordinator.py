@@ -388,7 +388,7 @@ def test_who_cannot_reach_the_next_coordinator_at_once_is_not_taken_for_dead(
 class SharedStore:
     """The document of several coordinators. The one that has read it last may write it."""
 
-    name = "a shared store"
+    name, step_buckets = "a shared store", 2
 
     def __init__(self, place: list[bytes], readers: list["SharedStore"]) -> None:
         self.place, self.readers, self.reached = place, readers, True
@@ -453,3 +453,21 @@ def test_a_coordinator_that_reaches_its_store_again_takes_connections_again(
         now = serve_turns(made, now + DOUBT_S, 20)
         assert made.planner.map.servers.keys() == {"ps0"}, "it has not been able to speak"
         assert ask(made, m.WatchMap(-1), now).servers.keys() == {"ps0"}
+
+
+def test_steps_are_refused_if_each_would_write_too_large_a_map(listener: socket.socket) -> None:
+    store, context = SharedStore([], []), zmq.Context()
+    with closing(Coordinator("job", "t", store, RULES, 100.0, listener=listener)) as made:
+        dealer = context.socket(zmq.DEALER)
+        dealer.connect(made.access.address)
+        try:
+            send(dealer, m.UseConsistency(specs.sync()), [], made.access.key)
+            assert made.socket.poll(30_000)
+            made.receive(100.0)
+            assert dealer.poll(30_000)
+            answer, _ = decode(dealer.recv_multipart(), made.access.key)
+            assert isinstance(answer, m.CoordinatorRefusal)
+            assert "have 4 buckets: expected at most 2 with ps.sync()" in answer.words
+            assert made.planner.map.steps.consistency is None
+        finally:
+            context.destroy(linger=0)

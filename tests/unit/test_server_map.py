@@ -20,7 +20,7 @@ from tests.builders import job_file
 class BusyStore:
     """Takes the first map. Afterwards it wants to be left alone for an hour."""
 
-    name = "a busy store"
+    name, step_buckets = "a busy store", 64
 
     def __init__(self) -> None:
         self.writes = 0
