@@ -6,9 +6,12 @@ import random
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from dlrover_py.kubernetes.client import KubeClient
+from dlrover_py.kubernetes.errors import ServerDownError
 from dlrover_py.kubernetes.kinds import SECRETS, Obj
 from dlrover_py.master.map_secret import MAP_KEY, MAX_PACKED_BYTES, SecretMapStore
 from dlrover_py.protocol.errors import ConfigError, SupersededError, TransientError
@@ -63,9 +66,35 @@ async def test_an_earlier_master_cannot_write_once_the_next_one_has_read(place: 
     assert await asyncio.to_thread(place.open().read) == b"new"
 
 
-async def test_a_write_whose_answer_was_lost_or_a_label_does_not_stop_the_next(
-    place: Place,
+class LostAnswers(KubeClient):
+    """A client that gets no answer to its next writes, although they have been done."""
+
+    lost = 0
+
+    async def replace(self, *given: Any, **more: Any) -> Obj:
+        found = await super().replace(*given, **more)
+        if self.lost:
+            self.lost -= 1
+            raise ServerDownError("the connection was closed")
+        return found
+
+
+async def test_a_write_whose_answer_was_lost_does_not_stop_the_next(
+    place: Place, tmp_path: Path
 ) -> None:
+    kubeconfig = place.cluster.kubeconfig(tmp_path / "another-kubeconfig")
+    async with await LostAnswers.connect(kubeconfig=kubeconfig) as kube:
+        assert isinstance(kube, LostAnswers)
+        store = SecretMapStore(kube, "default", NAME, job_uid=JOB)
+        await asyncio.to_thread(store.read)
+        kube.lost = 1
+        with pytest.raises(TransientError, match="the connection was closed"):
+            await asyncio.to_thread(store.write, b"one")
+        await asyncio.to_thread(store.write, b"two")  # the Secret has another version now
+    assert await asyncio.to_thread(place.open().read) == b"two"
+
+
+async def test_a_label_does_not_stop_the_next_write(place: Place) -> None:
     store = place.open()
     await asyncio.to_thread(store.read)
     await asyncio.to_thread(store.write, b"one")
