@@ -28,7 +28,7 @@ LEAVE_S = 600.0
 
 
 @dataclass(slots=True)
-class _Start:
+class _PendingServer:
     """What is known of a server that has not run yet."""
 
     avoid: tuple[str, ...]
@@ -59,7 +59,7 @@ class Servers:
         """The servers that this master has requested, and that were not seen yet."""
         self._asked: dict[NodeId, float] = {}
         """The grace, in seconds, of each server whose end this master has requested."""
-        self._starting: dict[NodeId, _Start] = {}
+        self._starting: dict[NodeId, _PendingServer] = {}
         """The servers that this master has requested, and that have not run yet."""
         self._failed_starts = 0
         """Servers in a row that have ended before they ran."""
@@ -193,7 +193,7 @@ class Servers:
             record.nodes[node] = ""
             self.state.changed()
             self._requested.add(node)
-            self._starting[node] = _Start(avoid)
+            self._starting[node] = _PendingServer(avoid)
             self.live.emit(CreateNode(node, avoid))
 
     def _readmit_hosts(self) -> None:
