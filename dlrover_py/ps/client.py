@@ -98,19 +98,22 @@ class _Meeting:
 class PsClient:
     """The connection of one worker to the servers of its job."""
 
-    def __init__(self, access: JobAccess, name: str, *, timeout_s: float = 120.0) -> None:
+    def __init__(
+        self, access: JobAccess, name: str, *, timeout_s: float = 120.0, watch_s: float = WATCH_S
+    ) -> None:
         """Connect, and wait until the servers are there.
 
         Args:
             access: The job.
             name: Name of the worker. A newer client of the same name ends the rights of this one.
             timeout_s: Seconds after which a request has failed.
+            watch_s: Seconds after which the coordinator is asked again.
 
         Raises:
             ConfigError: The coordinator refuses this worker.
             UnreachableError: There is no coordinator, or too few servers have come in time.
         """
-        self.name, self._timeout_s = name, timeout_s
+        self.name, self._timeout_s, self._watch_s = name, timeout_s, watch_s
         self._incarnation = 0
         self._call = secrets.token_hex(8)
         """Names the request of this program to begin, however often it is sent."""
@@ -350,7 +353,7 @@ class PsClient:
                 if command:
                     self._post(command)
                 self._changed.wait_for(
-                    lambda: ready() or self._refusal or self._broken, min(WATCH_S, left_s)
+                    lambda: ready() or self._refusal or self._broken, min(self._watch_s, left_s)
                 )
                 if not ready() and (self._broken or self._refusal):
                     raise self._broken or ConfigError(self._refusal)
@@ -368,7 +371,7 @@ class PsClient:
             while not self._over:
                 now = time.monotonic()
                 if now >= watch_at:
-                    watch_at = now + WATCH_S
+                    watch_at = now + self._watch_s
                     begin = m.JoinClient(self.name, self._call)
                     self._send("", m.WatchMap(self.map.epoch) if self._joined else begin)
                 self._lines.poll(TICK_S)

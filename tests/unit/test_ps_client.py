@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlrover_py.ps import client, specs
 from dlrover_py.ps import messages as m
+from dlrover_py.ps import specs
 from dlrover_py.ps.client import DataLossError, PsClient
 from dlrover_py.ps.coordinator import Coordinator
 from dlrover_py.ps.map_store import MapFile
@@ -73,9 +73,8 @@ class DeafAtFirst(Coordinator):
 
 
 def test_a_request_that_a_dead_coordinator_did_not_read_is_sent_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(client, "WATCH_S", 0.2)
     coordinator = DeafAtFirst(tmp_path)
     coordinator.planner.heard("s0", "tcp://127.0.0.1:9", time.monotonic())
     over = threading.Event()
@@ -89,7 +88,7 @@ def test_a_request_that_a_dead_coordinator_did_not_read_is_sent_again(
     thread = threading.Thread(target=coordinate)
     thread.start()
     try:
-        with PsClient(coordinator.access, "worker-0", timeout_s=WAIT_S) as worker:
+        with PsClient(coordinator.access, "worker-0", timeout_s=WAIT_S, watch_s=0.2) as worker:
             worker.create(TableSpec("table", 4))
             worker.use(specs.ssp(2), 1)
             incarnation = worker.map.clients["worker-0"]
