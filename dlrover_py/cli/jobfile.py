@@ -16,7 +16,14 @@ from dlrover_py.checkpoint.directory import address
 from dlrover_py.kubernetes.json_yaml import Loader, fault
 from dlrover_py.process.blocking import read_at_most
 from dlrover_py.protocol.errors import ConfigError
-from dlrover_py.protocol.job import SERVERS, TEMPLATE, Container, ElasticJob, ServerSpec
+from dlrover_py.protocol.job import (
+    SERVER_TEMPLATE,
+    SERVERS,
+    TEMPLATE,
+    Container,
+    ElasticJob,
+    ServerSpec,
+)
 
 MAX_JOB_FILE_BYTES = 16 << 20
 """Bytes of the largest job file. Kubernetes itself takes no object of more than 3 MiB."""
@@ -267,11 +274,14 @@ def _check_deadline(job: ElasticJob) -> None:
 
 def _check_images(job: ElasticJob) -> None:
     """Raise ConfigError for a job for a cluster whose containers have no image; else do nothing."""
-    spec = job.worker.template["spec"]
+    templates = [(TEMPLATE, job.worker.template)]
+    if job.servers is not None:
+        templates.append((SERVER_TEMPLATE, job.servers.template or {}))
     missing = [
-        f"{TEMPLATE}.spec.{name}[{index}].image: missing: expected the name of an image"
+        f"{path}.spec.{name}[{index}].image: missing: expected the name of an image"
+        for path, template in templates
         for name in ("containers", "initContainers")
-        for index, container in enumerate(spec.get(name) or ())
+        for index, container in enumerate(template["spec"].get(name) or ())
         if not container.get("image")
     ]
     if missing:

@@ -138,10 +138,11 @@ def serve(
 
 
 @ps.command()
-def server() -> None:
+def server() -> int:
     """Serve rows as a node of the role ps. It is the command of that role in a job file.
 
-    The job says in DLROVER_PS where its master is. SIGTERM makes the server give its rows away.
+    The job says in DLROVER_PS where its master is. SIGTERM makes the server give its rows away. The
+    exit code is 1 if some are left.
 
     \f
 
@@ -152,7 +153,7 @@ def server() -> None:
         from dlrover_py.ps.server import serve as serve_rows
         from dlrover_py.ps.settings import NodeSettings, read_access
     node = NodeSettings.from_environment()
-    serve_rows(read_access(node.access), node.id, node.lifeline, node.host)
+    return serve_rows(read_access(node.access), node.id, node.lifeline, node.host)
 
 
 @ps.command()

@@ -40,10 +40,10 @@ from dlrover_py.master.core.job import Job
 from dlrover_py.master.core.state import DurableState, Step
 from dlrover_py.master.evidence import EvidenceStore
 from dlrover_py.master.journal_store import JournalStore, JournalUnwritableError
+from dlrover_py.master.pauses import RETRY, pause_s
 from dlrover_py.master.platform import Platform
 from dlrover_py.master.servers import ServerMap
 from dlrover_py.master.traces import RecoveryTimes
-from dlrover_py.pacing import Backoff
 from dlrover_py.protocol.agents import (
     AgentReport,
     Assignment,
@@ -75,22 +75,6 @@ GATHER_S = 0.1
 """Longest time that a turn waits for more events after a write of the journal; see `_gather`."""
 PUBLISH_SHARE = 20
 """Factor between the CPU time of a status and the pause after it: 1/20 of the time at most."""
-RETRY = Backoff(first_s=0.05, most_s=2.0)
-"""Pauses after failures of a call."""
-
-
-def pause_s(tries: int, error: TransientError | None = None) -> float:
-    """Return the seconds to wait after this many failures; the caller sleeps.
-
-    The time is random within limits, because a thousand masters may fail at the same moment. It is
-    at least the ``retry_after`` of the error. The limits double with each failure, up to 2 s.
-
-    Args:
-        tries: Number of failures in a row before the present one.
-        error: The present failure; None if nobody asked for a longer wait.
-    """
-    wait_s = RETRY.delay_s(tries)
-    return wait_s if error is None else max(wait_s, error.retry_after)
 
 
 @dataclass(slots=True)

@@ -23,6 +23,8 @@ WRITER: Final = f"{GROUP}/map-writer"
 """Annotation with random text of the process that may write."""
 CALL_S = 5.0
 """Longest time for a call to the API server, in seconds."""
+STEP_BUCKETS = 1024
+"""Most buckets with which workers may step together. Each step then writes 2 to 6 kB into etcd."""
 MAX_BYTES = 16 << 20
 """Bytes of a map that are accepted."""
 MAX_PACKED_BYTES = 700_000
@@ -36,6 +38,8 @@ class SecretMapStore:
     since. The map is read with a write of the annotation, after which an earlier master cannot
     write any more.
     """
+
+    step_buckets = STEP_BUCKETS
 
     def __init__(self, kube: "KubeClient", namespace: str, name: str, *, job_uid: str) -> None:
         """Note the place; no call is made. The present event loop makes the calls later.
@@ -66,7 +70,7 @@ class SecretMapStore:
             if not self._is_of_job(found):
                 raise TransientError(f"{self.name} belongs to another job of this name")
             self._found = self._replace(found, None)
-        except (KubeError, OSError) as error:
+        except (ConflictError, NotFoundError) as error:
             raise TransientError(f"{self.name}: {error}") from error
         data = (found.get("data") or {}).get(MAP_KEY)
         try:
@@ -81,13 +85,13 @@ class SecretMapStore:
         has read it since.
 
         Raises:
-            OSError: It is too large, or the API server refuses it or does not answer.
+            TransientError: It is too large, or the API server refuses it or does not answer.
             SupersededError: Another master has taken the map over, or the Secret is that of
                 another job.
         """
         packed = gzip.compress(document, compresslevel=3, mtime=0)
         if len(packed) > MAX_PACKED_BYTES:
-            raise OSError(
+            raise TransientError(
                 f"{self.name}: the map has {len(packed)} bytes, expected at most "
                 f"{MAX_PACKED_BYTES}: use fewer buckets"
             )
@@ -95,11 +99,33 @@ class SecretMapStore:
             try:
                 self._found = self._replace(self._found, packed)
             except (ConflictError, NotFoundError):
-                found = self._call(self._kube.get(SECRETS, self._object, self._namespace))
-                self._check_right(found)
-                self._found = self._replace(found, packed)
-        except KubeError as error:
-            raise OSError(f"{self.name}: {error}") from error
+                self._found = self._replace(self._checked(), packed)
+        except (ConflictError, NotFoundError) as error:
+            raise TransientError(f"{self.name}: {error}") from error
+
+    def check(self) -> bool:
+        """Check that this process may still write; return whether the Secret has a map.
+
+        Raises:
+            TransientError: There is no Secret, or the API server does not answer.
+            SupersededError: Another master has taken the map over, or the Secret is that of
+                another job.
+        """
+        return bool(self._checked().get("data"))
+
+    def _checked(self) -> Obj:
+        """Return the Secret as it is now, which this process may write.
+
+        Raises:
+            TransientError: There is none, or the API server does not answer.
+            SupersededError: This process may not write it.
+        """
+        try:
+            found = self._call(self._kube.get(SECRETS, self._object, self._namespace))
+        except NotFoundError as error:
+            raise TransientError(f"{self.name}: {error}") from error
+        self._check_right(found)
+        return found
 
     def _check_right(self, found: Obj) -> None:
         """Check that this process may write the Secret, which is not as it was known.
@@ -134,19 +160,27 @@ class SecretMapStore:
         """Make a call in the event loop, and wait for its result.
 
         Raises:
-            KubeError: It is refused.
-            OSError: It has no answer in time, or the loop has ended.
+            ConflictError: The Secret has changed since it was read.
+            NotFoundError: There is no Secret.
+            TransientError: It is refused for another reason, or has no answer in time, or the loop
+                has ended. Its ``retry_after`` is that of the API server.
         """
         try:
             running = asyncio.run_coroutine_threadsafe(asyncio.wait_for(call, CALL_S), self._loop)
         except RuntimeError as error:
             call.close()
-            raise OSError(f"{self.name}: the master ends") from error
+            raise TransientError(f"{self.name}: the master ends") from error
         try:
             return running.result(2 * CALL_S)
         except (TimeoutError, concurrent.futures.CancelledError) as error:
             running.cancel()
-            raise OSError(f"{self.name}: no answer within {CALL_S:g} s") from error
+            raise TransientError(f"{self.name}: no answer within {CALL_S:g} s") from error
+        except (ConflictError, NotFoundError):
+            raise
+        except (KubeError, TransientError, OSError) as error:
+            refused = TransientError(f"{self.name}: {error}")
+            refused.retry_after = getattr(error, "retry_after", 0.0)
+            raise refused from error
 
 
 def _unpacked(packed: bytes) -> bytes:

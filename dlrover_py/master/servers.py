@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dlrover_py.master.core.events import ServersPresent
+from dlrover_py.master.pauses import pause_s
+from dlrover_py.protocol.errors import TransientError
 from dlrover_py.protocol.job import ElasticJob, ServerSpec
 from dlrover_py.protocol.names import NodeId, id_key
 from dlrover_py.protocol.status import ServerLoad, TablesStatus
@@ -77,7 +79,8 @@ class ServerMap:
     async def run(self, report: Callable[[TablesStatus], object]) -> None:
         """Run the coordinator in a thread until this call is cancelled.
 
-        While the map cannot be stored, it does not change, and the coordinator tries again.
+        While the map cannot be stored, nobody gets it. The coordinator tries again after pauses, as
+        for the journal.
 
         Args:
             report: Called in the event loop with what has changed of the tables, at most every
@@ -119,27 +122,39 @@ class ServerMap:
             write_access(place.access, self._coordinator.access)
 
     def _serve(self, coordinator: "Coordinator", report: Callable[[TablesStatus], None]) -> None:
-        told, problem, said, report_at = None, "", None, 0.0
+        told, problem, tries, tick_at = None, "", 0, 0.0
+        said: TablesStatus | None = None
+        report_at = 0.0
         try:
             while not self._over.is_set():
-                coordinator.socket.poll(int(TICK_S * 1000))
-                present, now = self._present, time.monotonic()
-                try:
-                    if present is not None and present is not told:
-                        told = present
-                        coordinator.present(frozenset(present.nodes), present.desired)
-                    coordinator.receive(now)
-                    coordinator.tick(now)
-                except OSError as error:  # pushes go on with the map that all have
-                    if problem != (problem := f"the map of the servers: {error}"):
-                        log.error("map_unwritable", extra={"why": problem})
+                if coordinator.socket.closed:
                     self._over.wait(TICK_S)
                 else:
-                    problem = ""
-                if now >= report_at:
-                    report_at = now + REPORT_S
-                    if said != (said := tables_status(coordinator.planner.map, coordinator.loads)):
-                        report(said)
+                    coordinator.socket.poll(int(TICK_S * 1000))
+                present, now = self._present, time.monotonic()
+                if present is not None and present is not told:
+                    told = present
+                    coordinator.present(frozenset(present.nodes), present.desired)
+                    if present.ended:
+                        coordinator.end()
+                coordinator.receive(now)
+                if now < tick_at:
+                    continue
+                try:
+                    coordinator.tick(now)
+                except TransientError as error:  # pushes go on with the map that all have
+                    if problem != (problem := f"the map of the servers: {error}"):
+                        log.error("map_unwritable", extra={"why": problem})
+                    tick_at = time.monotonic() + pause_s(tries, error)
+                    tries += 1
+                else:
+                    problem, tries = "", 0
+                    if now >= report_at:
+                        report_at = now + REPORT_S
+                        new = tables_status(coordinator.planner.map, coordinator.loads)
+                        if new != said:
+                            said = new
+                            report(new)
         finally:
             coordinator.close()
 

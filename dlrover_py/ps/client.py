@@ -98,19 +98,22 @@ class _Meeting:
 class PsClient:
     """The connection of one worker to the servers of its job."""
 
-    def __init__(self, access: JobAccess, name: str, *, timeout_s: float = 120.0) -> None:
+    def __init__(
+        self, access: JobAccess, name: str, *, timeout_s: float = 120.0, watch_s: float = WATCH_S
+    ) -> None:
         """Connect, and wait until the servers are there.
 
         Args:
             access: The job.
             name: Name of the worker. A newer client of the same name ends the rights of this one.
             timeout_s: Seconds after which a request has failed.
+            watch_s: Seconds after which the coordinator is asked again.
 
         Raises:
             ConfigError: The coordinator refuses this worker.
             UnreachableError: There is no coordinator, or too few servers have come in time.
         """
-        self.name, self._timeout_s = name, timeout_s
+        self.name, self._timeout_s, self._watch_s = name, timeout_s, watch_s
         self._incarnation = 0
         self._call = secrets.token_hex(8)
         """Names the request of this program to begin, however often it is sent."""
@@ -123,6 +126,8 @@ class PsClient:
         self._requests = PendingRequests()
         self._open: dict[int, _Request] = {}
         self._pushes: deque[_Request | _Meeting] = deque()
+        self._pulls: deque[_Request] = deque()
+        """Pulls that wait until this worker is a member: rows of an earlier step are too old."""
         self._meeting: _Meeting | None = None
         self._meetings = 0
         self._pace: _Pace | None = None
@@ -166,7 +171,8 @@ class PsClient:
     def use(self, consistency: Consistency, world: int | None = None) -> None:
         """Order the steps of this worker and of all others. Call it before the first push.
 
-        Each push then ends a step. Its future is done when the next step may begin.
+        Each push then ends a step. Its future is done when the next step may begin. Pulls wait
+        until all workers have come.
 
         Args:
             consistency: What workers see of the steps of others. It is the same for all.
@@ -347,7 +353,7 @@ class PsClient:
                 if command:
                     self._post(command)
                 self._changed.wait_for(
-                    lambda: ready() or self._refusal or self._broken, min(WATCH_S, left_s)
+                    lambda: ready() or self._refusal or self._broken, min(self._watch_s, left_s)
                 )
                 if not ready() and (self._broken or self._refusal):
                     raise self._broken or ConfigError(self._refusal)
@@ -365,7 +371,7 @@ class PsClient:
             while not self._over:
                 now = time.monotonic()
                 if now >= watch_at:
-                    watch_at = now + WATCH_S
+                    watch_at = now + self._watch_s
                     begin = m.JoinClient(self.name, self._call)
                     self._send("", m.WatchMap(self.map.epoch) if self._joined else begin)
                 self._lines.poll(TICK_S)
@@ -385,14 +391,16 @@ class PsClient:
             elif isinstance(command, _Meeting) or command.push:
                 self._pushes.append(command)
             else:
-                self._start(command)
+                self._pulls.append(command)
         self._next_push()
 
     def _next_push(self) -> None:
-        """Start the oldest waiting push or meeting of workers, if none is under way.
+        """Start the oldest waiting push or meeting of workers, if none is under way, and all pulls.
 
-        A push waits for the other workers.
+        With steps, pushes and pulls wait until this worker is a member of the group.
         """
+        while self._pulls and (self._pace is None or self._is_member()):
+            self._start(self._pulls.popleft())
         busy = self._meeting is not None or any(one.push for one in self._open.values())
         if not self._pushes or busy or (self._pace is not None and self._pace.push is not None):
             return
@@ -585,7 +593,7 @@ class PsClient:
             if pace.due <= now:
                 self._report()
             self._next_push()
-            first = pace.push or (self._pushes[0] if self._pushes else None)
+            first = pace.push or next(iter((*self._pulls, *self._pushes)), None)
             # Members are heard all the time, so a member waits for a slow one as long as it takes.
             if isinstance(first, _Request) and first.deadline < now and not self._is_member():
                 words = f"expected {pace.world} workers within {self._timeout_s:g} s: fewer came"
@@ -617,11 +625,12 @@ class PsClient:
         if self._meeting is not None:
             waiting.append(self._meeting)
             self._meeting = None
-        for request in (*self._open.values(), *self._pushes, *waiting):
+        for request in (*self._open.values(), *self._pulls, *self._pushes, *waiting):
             request.future.set_exception(error)
         for seq in self._open:
             self._requests.cancel(seq)
         self._open.clear()
+        self._pulls.clear()
         self._pushes.clear()
         self._commands.clear()
 

@@ -15,13 +15,19 @@ import zmq
 
 from dlrover_py import telemetry
 from dlrover_py.checkpoint.directory import RENEW_S
-from dlrover_py.protocol.errors import CheckpointError, ConfigError, SupersededError
+from dlrover_py.protocol.errors import (
+    CheckpointError,
+    ConfigError,
+    SupersededError,
+    TransientError,
+)
 from dlrover_py.ps import messages as m
 from dlrover_py.ps.cluster_map import ClusterMap, CutPlace
 from dlrover_py.ps.cuts import CutDirectory, SavedCut
 from dlrover_py.ps.map_store import MapStore
 from dlrover_py.ps.meetings import Meetings
 from dlrover_py.ps.planner import Planner, PlanRules
+from dlrover_py.ps.specs import Consistency, ConsistencyKind
 from dlrover_py.ps.steps import StepGroup
 from dlrover_py.ps.wire import MAX_BODY_BYTES, JobAccess, WireError, decode, new_context, send
 
@@ -33,6 +39,15 @@ TURN_S = 0.5
 """Seconds that count at most, for silences, from one look at the messages to the next.
 
 While the coordinator waits for a disk or the API server, it hears nobody. That is no silence."""
+
+CHECK_S = 10.0
+"""Seconds without a new map after which a coordinator checks that the stored one is its own."""
+
+DOUBT_S = 15.0
+"""Seconds without a success of the store after which a coordinator closes all connections.
+
+A master that cannot reach the API server may still reach servers and workers. While they are
+connected to it, they do not find the next one."""
 
 WAITED_FOR_S = 10.0
 """Seconds after which a cut is given up that no worker asks for. Pushes must not wait for ever."""
@@ -52,14 +67,19 @@ class _Cut:
 
 
 class _Hearing:
-    """The time, in seconds, that this coordinator has spent where it could hear others."""
+    """The time, in seconds, that this coordinator has spent where it could hear others.
+
+    It begins with the first message. Before that, perhaps nobody can reach this coordinator yet.
+    """
 
     def __init__(self, now: float) -> None:
         self.now = self._seen = now
+        self.begun = False
 
     def pass_to(self, now: float) -> float:
         """Return the time of hearing at a moment, which counts :data:`TURN_S` at most."""
-        self.now += max(0.0, min(now - self._seen, TURN_S))
+        if self.begun:
+            self.now += max(0.0, min(now - self._seen, TURN_S))
         self._seen = max(now, self._seen)
         return self.now
 
@@ -107,23 +127,28 @@ class Coordinator:
         """The newest cut in the life of the tables, if it is known."""
         self._meetings = Meetings()
         self._hearing = _Hearing(now)
-        self._group = StepGroup(now)
+        self._group = StepGroup(now, rules.return_s)
         self._renew_at = now
         self.planner = Planner(start, rules, now)
-        self._context = new_context()
+        self._context, self._listener = new_context(), listener
         self.socket = self._context.socket(zmq.ROUTER)
+        """It is closed while servers and workers must find another coordinator, if there is one."""
         port = _bind(self.socket, listener)
         self.access = JobAccess(job, f"tcp://127.0.0.1:{port}", token)
         self._key = self.access.key
         self._routes: dict[bytes, float] = {}
         """When each connection was heard last."""
         self._published = -1
+        self._owned_at = now
+        """When the store was last known to be this coordinator's own."""
         self._answers: dict[bytes, m.Met] = {}
         """What is sent to a connection when the map is stored of which it speaks."""
         self.loads: dict[str, m.Load] = {}
         """What each server has said last of its load."""
         self._present: frozenset[str] | None = None
         """The servers that exist; None if nobody has said so."""
+        self._ended = False
+        """Whether the job has ended."""
 
     def close(self) -> None:
         """Close the socket, and let others write cuts."""
@@ -135,13 +160,14 @@ class Coordinator:
     def receive(self, now: float) -> None:
         """Handle the messages that have come. :meth:`tick` stores what they have changed."""
         heard = self._hearing.pass_to(now)
-        for _ in range(64):
+        for _ in range(0 if self.socket.closed else 64):
             try:
                 route, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             try:
                 message, _ = decode(frames, self._key)
+                self._hearing.begun = True
                 self._handle(route, message, heard)
             except WireError as error:
                 self._send(route, m.Unreadable(str(error)))
@@ -155,8 +181,12 @@ class Coordinator:
         time in which this coordinator was blocked does not count. :meth:`receive` comes first, so
         that one who has spoken meanwhile is heard.
 
+        After :data:`DOUBT_S` without a success of the store, the socket is closed, unless no other
+        coordinator can take its place. It is opened again when the store has answered.
+
         Raises:
-            OSError: The map cannot be stored. Nobody gets it; a later call tries again.
+            TransientError: The map cannot be stored. Nobody gets it; a later call tries again. Its
+                ``retry_after`` is the least delay until then.
             SupersededError: Another coordinator owns the map.
         """
         heard = self._hearing.pass_to(now)
@@ -173,7 +203,14 @@ class Coordinator:
             self._renew_at = now + RENEW_S
             with contextlib.suppress(OSError):  # the next cut says so
                 self._cuts.renew()
-        self._publish()
+        try:
+            self._publish(now)
+        except TransientError:
+            if now - self._owned_at > DOUBT_S and self._listener is not None:
+                self._disconnect()
+            raise
+        if self.socket.closed:
+            self._connect()
 
     def lost(self, server: str) -> None:
         """Note that the process of a server has ended."""
@@ -196,11 +233,35 @@ class Coordinator:
         for server in sorted((known.servers.keys() | members) - servers):
             self.planner.lost(server)
 
-    def _publish(self) -> None:
+    def end(self) -> None:
+        """Tell the servers, now and as they leave, that the job has ended: nobody needs rows."""
+        self._ended = True
+        for route in self._routes:
+            self._send(route, m.JobEnded())
+
+    def _disconnect(self) -> None:
+        """Close all connections. Their other ends connect again, perhaps to another coordinator."""
+        self.socket.close(linger=0)
+        self._routes, self._answers = {}, {}
+
+    def _connect(self) -> None:
+        """Take connections again. Their other ends have as much time as with a new coordinator."""
+        self.socket = self._context.socket(zmq.ROUTER)
+        _bind(self.socket, self._listener)
+        self._hearing.begun = False
+        self.planner.wait_for_all(self._hearing.now)
+        self._group.wait_for_all(self._hearing.now)
+
+    def _publish(self, now: float) -> None:
         if self.planner.map.epoch == self._published:
-            return
+            if now - self._owned_at < CHECK_S:
+                return
+            is_there = self._store.check()
+            self._owned_at = now
+            if is_there:
+                return
         self._store.write(msgspec.json.encode(self.planner.map))
-        self._published = self.planner.map.epoch
+        self._published, self._owned_at = self.planner.map.epoch, now
         for route in self._routes:
             self._send(route, m.MapNews(self.planner.map))
         for route, answer in self._answers.items():
@@ -232,6 +293,7 @@ class Coordinator:
                 planner.create_table(message.spec)
                 epoch = -1
             case m.UseConsistency():
+                self._check_steps(message.consistency)
                 planner.use(message.consistency)
                 epoch = -1
             case m.Stepped():
@@ -240,6 +302,8 @@ class Coordinator:
             case m.Drain():
                 planner.drain(message.server)
                 epoch = -1  # whoever leaves must hear that there is a coordinator
+                if self._ended:
+                    self._send(route, m.JobEnded())
             case m.Meet():
                 self._on_meet(route, message, now)
                 return
@@ -268,6 +332,16 @@ class Coordinator:
         )
         _LOG.warning("a server has a newer map", extra={"fields": {"error": words}})
         raise ConfigError(words)
+
+    def _check_steps(self, wanted: Consistency) -> None:
+        """Refuse steps if the map, which is written after each of them, is too large for that."""
+        buckets, most = self.planner.rules.buckets, self._store.step_buckets
+        if wanted.kind is not ConsistencyKind.ASYNC and buckets > most:
+            raise ConfigError(
+                f"the tables have {buckets} buckets: expected at most {most} with ps.sync() and "
+                f"ps.ssp(), because each step writes the map of all into {self._store.name}; "
+                "set a smaller number of buckets for the role ps, and start the job anew"
+            )
 
     # --- Cuts ---
 

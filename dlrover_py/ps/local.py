@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import zmq
@@ -66,10 +66,7 @@ class LocalServers:
         """
         if not 1 <= servers <= MAX_SERVERS:
             raise ConfigError(f"expected 1 to {MAX_SERVERS} servers, found {servers}")
-        rules = rules or PlanRules()
-        rules = PlanRules(
-            rules.buckets, servers, rules.replicas, rules.ack, rules.silence_s, rules.moves
-        )
+        rules = replace(rules or PlanRules(), servers=servers)
         state = folder / "map.json"
         state.unlink(missing_ok=True)
         token = secrets.token_hex(16)

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Protocol
 
-from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.errors import ConfigError, TransientError
 
 
 class MapStore(Protocol):
@@ -12,6 +12,8 @@ class MapStore(Protocol):
 
     name: str
     """What it is, in words: the path of a file, or the name of an object."""
+    step_buckets: int
+    """Most buckets of a map that is written after each step of the workers."""
 
     def read(self) -> bytes | None:
         """Take the document over, and return it; None if there is none.
@@ -27,13 +29,24 @@ class MapStore(Protocol):
         """Replace the document, so that it outlives this process.
 
         Raises:
-            OSError: It cannot be written now.
+            TransientError: It cannot be written now. Its ``retry_after`` is the least delay until
+                the next attempt.
+            SupersededError: Another process has taken the document over.
+        """
+
+    def check(self) -> bool:
+        """Check that this process may still write; return whether the document is there.
+
+        Raises:
+            TransientError: This cannot be found out now.
             SupersededError: Another process has taken the document over.
         """
 
 
 class MapFile:
     """The document in a file. One process at a time may use it: the journal's lock says which."""
+
+    step_buckets = 1 << 16
 
     def __init__(self, path: Path) -> None:
         """Note the path; nothing is read."""
@@ -58,11 +71,18 @@ class MapFile:
         """Write another file, and put it in the place of the old one.
 
         Raises:
-            OSError: It cannot be written.
+            TransientError: It cannot be written.
         """
         fresh = self._path.with_suffix(".new")
-        with fresh.open("wb") as file:
-            file.write(document)
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.rename(self._path)
+        try:
+            with fresh.open("wb") as file:
+                file.write(document)
+                file.flush()
+                os.fsync(file.fileno())
+            fresh.rename(self._path)
+        except OSError as error:
+            raise TransientError(f"{self.name}: {error.strerror}; expected to write it") from error
+
+    def check(self) -> bool:
+        """Return whether the file is there."""
+        return self._path.exists()

@@ -339,6 +339,11 @@ class MapNews:
 
 
 @dataclass(frozen=True, slots=True)
+class JobEnded:
+    """The job has ended, or was deleted. A server that leaves waits for nobody to take its rows."""
+
+
+@dataclass(frozen=True, slots=True)
 class CoordinatorRefusal:
     """The coordinator changed nothing, and says why."""
 
@@ -358,5 +363,5 @@ ToCoordinator = (
     Alive | WatchMap | JoinClient | CreateTable | UseConsistency | Stepped | Drain | Meet
     | CutPart | CutFailed | Load
 )  # fmt: skip
-FromCoordinator = MapNews | CoordinatorRefusal | Met
+FromCoordinator = MapNews | JobEnded | CoordinatorRefusal | Met
 Message = ToServer | ToWorker | ToCoordinator | FromCoordinator | Unreadable

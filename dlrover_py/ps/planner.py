@@ -29,6 +29,11 @@ class PlanRules:
     ack: AckMode = AckMode.BACKUP
     silence_s: float = 3.0
     """Seconds without a message after which a server counts as lost."""
+    return_s: float = 30.0
+    """Seconds that servers and workers of a stored map have to connect to the next coordinator.
+
+    In a cluster they must first notice the end of the last one. Then Kubernetes must find that the
+    new master is ready, and tell all hosts its address."""
     moves: int = 8
     """Buckets that move at the same time to balance servers."""
 
@@ -57,11 +62,18 @@ class Planner:
         Args:
             start: An empty map, or the one that an earlier planner has stored.
             rules: How buckets are kept.
-            now: The time in seconds. Servers of the map have ``silence_s`` to be heard.
+            now: The time in seconds. Servers of the map have ``return_s`` to be heard.
         """
         self.map = start
         self.rules = rules
-        self._heard = dict.fromkeys(start.servers, now)
+        self._until: dict[str, float] = {}
+        """When each server counts as lost, unless it is heard before."""
+        self.wait_for_all(now)
+
+    def wait_for_all(self, now: float) -> None:
+        """Give all servers ``return_s`` from now on to be heard: they must connect first."""
+        until = now + max(self.rules.return_s, self.rules.silence_s)
+        self._until = dict.fromkeys(self.map.servers, until)
 
     @property
     def draining(self) -> frozenset[str]:
@@ -76,7 +88,7 @@ class Planner:
             address: Where it is reached.
             now: The time in seconds.
         """
-        self._heard[server] = now
+        self._until[server] = now + self.rules.silence_s
         if self.map.servers.get(server) != address:
             self._set(servers=self.map.servers | {server: address})
             self._plan()
@@ -105,11 +117,7 @@ class Planner:
 
         A bucket whose only copy it has stays with it, because it may come back.
         """
-        silent = [
-            server
-            for server in self.map.servers
-            if now - self._heard[server] > self.rules.silence_s
-        ]
+        silent = [server for server in self.map.servers if now > self._until[server]]
         if silent:
             self._remove(silent)
 
@@ -292,7 +300,7 @@ class Planner:
         A bucket without a backup keeps its primary, unless it is loading from a cut.
         """
         for server in servers:
-            self._heard.pop(server, None)
+            self._until.pop(server, None)
         left = {name: at for name, at in self.map.servers.items() if name not in servers}
         draining = tuple(server for server in self.map.draining if server in left)
         self._set(servers=left, draining=draining)

@@ -17,7 +17,7 @@ import zmq
 
 from dlrover_py import telemetry
 from dlrover_py.process.identity import signal_at_parents_end
-from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.errors import ConfigError, ExitCode
 from dlrover_py.ps import messages as m
 from dlrover_py.ps.codecs import decoded
 from dlrover_py.ps.load import RowMeter
@@ -33,9 +33,10 @@ TICK_S = 0.05
 BUSY_S = 0.002
 """Seconds between two looks at a thread that writes or reads a cut."""
 ALONE_S = 30.0
-"""Seconds without a coordinator after which a server that leaves ends with the rows that it has.
+"""Seconds without a coordinator after which a server of an ended job ends with its rows.
 
-Its job was deleted, or it could not give rows away in the time that Kubernetes gives a Pod."""
+Workers may still push or save. While the job goes on, a server that leaves waits for the next
+coordinator: what it knows of other copies is old, as their servers may be leaving, too."""
 RETRY_S = 1.0
 """Seconds after which a cut that could not be read is read again."""
 _LOG = logging.getLogger(__name__)
@@ -59,7 +60,8 @@ class ParameterServer:
             access: The job.
             server: Id of this life of the server.
             host: The address of this machine that others reach.
-            alone_s: Seconds without a coordinator after which a server that leaves ends.
+            alone_s: Seconds without a coordinator after which a server ends that leaves a job that
+                has ended.
         """
         self._key, self._id, self._alone_s = access.key, server, alone_s
         host = f"[{host}]" if ":" in host else host
@@ -88,6 +90,13 @@ class ParameterServer:
         """When the coordinator was heard last; it answers whoever leaves."""
         self._left_at = 0.0
         """When the server began to leave; 0 if it stays."""
+        self._job_ended = False
+
+    @property
+    def has_buckets(self) -> bool:
+        """Whether its map gives it buckets."""
+        known = self._replica.map if self._replica is not None else None
+        return known is not None and any(self._id in one.members for one in known.placements)
 
     def end_with(self, lifeline: int) -> None:
         """Let :meth:`run` end as soon as the other end of a pipe is closed.
@@ -101,7 +110,7 @@ class ParameterServer:
     def leave(self) -> None:
         """Let :meth:`run` give all buckets away, and then end.
 
-        Without a coordinator, it ends after ``alone_s``.
+        It waits for a coordinator until it is killed. If the job has ended, it waits ``alone_s``.
         """
         self._left_at = self._left_at or time.monotonic()
 
@@ -113,8 +122,12 @@ class ParameterServer:
         """Close all sockets."""
         self._context.destroy(linger=0)
 
-    def run(self) -> None:
-        """Serve until all buckets are given away, after :meth:`leave`."""
+    def run(self) -> bool:
+        """Serve until all buckets are given away, after :meth:`leave`.
+
+        Returns:
+            False if rows are left on this server, although it was to give them away.
+        """
         self._say_alive()
         alive_at = tick_at = 0.0
         while not self._stopped and not self._has_left():
@@ -137,6 +150,7 @@ class ParameterServer:
             if now >= alive_at or self._state() != self._said:
                 alive_at = now + ALIVE_S
                 self._say_alive()
+        return not self._left_at or not self.has_buckets
 
     def _dealer(self, address: str) -> Any:
         socket = self._context.socket(zmq.DEALER)
@@ -147,10 +161,8 @@ class ParameterServer:
     def _has_left(self) -> bool:
         if not self._left_at:
             return False
-        known = self._replica.map if self._replica is not None else None
-        if not known or not any(self._id in one.members for one in known.placements):
-            return True
-        return time.monotonic() - max(self._left_at, self._heard_at) > self._alone_s
+        alone_s = time.monotonic() - max(self._left_at, self._heard_at)
+        return not self.has_buckets or (self._job_ended and alone_s > self._alone_s)
 
     def _state(self) -> tuple[m.Alive, list[m.CutPart | m.CutFailed]]:
         """Return what the coordinator must know."""
@@ -246,6 +258,7 @@ class ParameterServer:
 
     def _from_coordinator(self, message: Any) -> None:
         self._heard_at = time.monotonic()
+        self._job_ended = self._job_ended or isinstance(message, m.JobEnded)
         if isinstance(message, m.MapNews):
             if self._replica is None and message.map.placements:
                 self._store = Store(len(message.map.placements))
@@ -324,11 +337,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("server", help="id of this life of the server")
     given = parser.parse_args(argv)
     signal_at_parents_end(signal.SIGKILL)
-    serve(read_access(given.access), given.server)
-    return 0
+    return serve(read_access(given.access), given.server)
 
 
-def serve(access: JobAccess, name: str, lifeline: int = -1, host: str = "127.0.0.1") -> None:
+def serve(access: JobAccess, name: str, lifeline: int = -1, host: str = "127.0.0.1") -> ExitCode:
     """Run a server until it has given its buckets away, after SIGTERM, or is killed.
 
     Args:
@@ -336,6 +348,9 @@ def serve(access: JobAccess, name: str, lifeline: int = -1, host: str = "127.0.0
         name: Id of this life of the server.
         lifeline: Descriptor of a pipe; the server ends when its other end is closed. -1: none.
         host: The address of this machine that others reach.
+
+    Returns:
+        The exit code: ``FAILED`` if rows are left that it was to give away.
     """
     telemetry.setup("ps-server", level=telemetry.wished_level("WARNING"))
     server = ParameterServer(access, name, host)
@@ -348,7 +363,7 @@ def serve(access: JobAccess, name: str, lifeline: int = -1, host: str = "127.0.0
     signal.signal(signal.SIGTERM, leave)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program that started it
     try:
-        server.run()
+        return ExitCode.OK if server.run() else ExitCode.FAILED
     finally:
         server.close()
 

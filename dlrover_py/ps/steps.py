@@ -22,15 +22,20 @@ MAX_ENDS = 1024
 class StepGroup:
     """What the workers of a job have said about their steps."""
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, return_s: float = 0.0) -> None:
         """Start without workers.
 
         Args:
             now: The time. Members of a stored group have their silence from now on.
+            return_s: Seconds that they have at least, to connect to this coordinator.
         """
-        self._begun = now
+        self._begun, self._return_s = now, return_s
         self._reports: dict[str, tuple[Stepped, float]] = {}
         """The last word of each worker, and when it came."""
+
+    def wait_for_all(self, now: float) -> None:
+        """Give all members ``return_s`` from now on to be heard: they must connect first."""
+        self._begun, self._reports = now, {}
 
     def heard(self, report: Stepped, now: float) -> None:
         """Note the word of a worker. Late words of an earlier life do not count.
@@ -71,7 +76,7 @@ class StepGroup:
             name: incarnation
             for name, incarnation in known.members.items()
             if incarnation == newest.get(name)
-            and (name in here or self._may_come(name, incarnation, now - chosen.silence_s))
+            and (name in here or self._may_come(name, incarnation, now, chosen.silence_s))
         }
         complete = self._complete(here, members)
         members = members if complete is None else complete
@@ -90,10 +95,11 @@ class StepGroup:
         done = min(ended, default=0)
         return (replace(known, done=done) if done > known.done else known), gone
 
-    def _may_come(self, name: str, incarnation: int, since: float) -> bool:
+    def _may_come(self, name: str, incarnation: int, now: float, silence_s: float) -> bool:
         """Return whether a member has said nothing to this object, and may still do so."""
         known = self._reports.get(name)
-        return self._begun >= since and (known is None or known[0].incarnation != incarnation)
+        has_time = now - self._begun <= max(silence_s, self._return_s)
+        return has_time and (known is None or known[0].incarnation != incarnation)
 
     def _complete(
         self, here: Mapping[str, Stepped], members: Mapping[str, int]

@@ -26,7 +26,8 @@ VERSION = 3
 MAX_BODY_BYTES = 32 << 20
 MAX_PAYLOAD_BYTES = 1 << 30
 """Bytes of the arrays of a message: a bucket that is copied must fit."""
-MAX_ARRAYS = 16384
+MAX_ARRAYS = 1 << 18
+"""Arrays of a message. The copy of a bucket has two for each table and worker whose push waits."""
 LARGE_BYTES = 32768
 """Frames of this size are not copied when they are sent."""
 _MAGIC = b"DLPS"
@@ -53,6 +54,7 @@ def new_context(*, ipv6: bool = False) -> "zmq.Context[Any]":
     context.setsockopt(zmq.HEARTBEAT_IVL, BEAT_MS)
     context.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
     context.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
+    context.setsockopt(zmq.HANDSHAKE_IVL, SILENCE_MS)  # the other end may not take connections
     context.setsockopt(zmq.IPV6, int(ipv6))
     return context
 
@@ -91,10 +93,15 @@ def encode(message: Any, payload: Payload, key: bytes) -> list[Any]:
         key: The key of the job.
 
     Raises:
-        ConfigError: The arrays are larger than a message may be.
+        ConfigError: The arrays are larger than a message may be, or too many.
     """
     arrays = [np.ascontiguousarray(array) for _, part in payload for array in part]
     size = sum(array.nbytes for array in arrays)
+    if len(arrays) > MAX_ARRAYS:
+        raise ConfigError(
+            f"a message would have {len(arrays)} arrays: expected at most {MAX_ARRAYS}; use fewer "
+            "tables or workers"
+        )
     if size > MAX_PAYLOAD_BYTES:
         raise ConfigError(
             f"a message would have {size} bytes: expected at most {MAX_PAYLOAD_BYTES}; use smaller "

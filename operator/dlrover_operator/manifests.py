@@ -125,13 +125,13 @@ def service_account(job: ElasticJob) -> Obj:
 def network_policy(job: ElasticJob) -> Obj:
     """Return the NetworkPolicy of the master.
 
-    Only Pods of the job may reach the ports for agents and servers. With ``hostNetwork``, any peer
-    may, because such Pods have the address of their host. Health and metrics are open to all Pods
-    of the cluster.
+    Only Pods of the job may reach the ports for agents and servers. With ``hostNetwork`` of a role,
+    any peer may, because such Pods have the address of their host. Health and metrics are open to
+    all Pods of the cluster.
     """
     open_ports = [names.MASTER_PORT, *([names.SERVERS_PORT] if job.servers is not None else [])]
     agents: Obj = {"ports": [{"protocol": "TCP", "port": port} for port in open_ports]}
-    if not _spec(job.worker.template).get("hostNetwork"):  # such Pods have the node's address
+    if not _has_host_network(job):
         agents["from"] = [_of_job(job)]
     health = {"ports": [{"protocol": "TCP", "port": names.HEALTH_PORT}]}
     spec = {
@@ -146,7 +146,7 @@ def workers_network_policy(job: ElasticJob) -> Obj:
     """Return the NetworkPolicy by which only Pods of the job may reach its workers and servers.
 
     It is needed because the rendezvous store, gloo and NCCL do not authenticate their peers. With
-    ``hostNetwork`` it allows all peers, because a policy cannot select such Pods.
+    ``hostNetwork`` of a role it allows all peers, because a policy cannot select such Pods.
     """
     selector: Obj = {"matchLabels": _selector(job, names.ROLE_WORKER)}
     if job.servers is not None:
@@ -156,13 +156,18 @@ def workers_network_policy(job: ElasticJob) -> Obj:
             "matchLabels": {names.LABEL_JOB: job.metadata.name},
             "matchExpressions": [roles],
         }
-    on_host = _spec(job.worker.template).get("hostNetwork")  # a policy cannot select such Pods
     spec = {
         "podSelector": selector,
         "policyTypes": ["Ingress"],
-        "ingress": [{} if on_host else {"from": [_of_job(job)]}],
+        "ingress": [{} if _has_host_network(job) else {"from": [_of_job(job)]}],
     }
     return {"metadata": _meta(job, names.workers_policy_of(job.metadata.name)), "spec": spec}
+
+
+def _has_host_network(job: ElasticJob) -> bool:
+    """Return whether workers or servers have the address of their host."""
+    templates = [job.worker.template, (job.servers and job.servers.template) or {}]
+    return any(_spec(template).get("hostNetwork") for template in templates)
 
 
 def service(job: ElasticJob, cluster_ip: str = "") -> Obj:

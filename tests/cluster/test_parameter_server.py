@@ -39,13 +39,20 @@ def servers(job: Job) -> set[str]:
     return {one.id for one in known if one.running and not one.message}
 
 
-def is_whole(job: Job, names: set[str]) -> bool:
-    """Return whether these servers run, and no others, and each row has two copies on them."""
+def stored_map(job: Job) -> ClusterMap:
+    """Return the map in the job's Secret; an empty one if there is none yet."""
     secret = job.cluster.get("secret", servers_of(job.name), job.namespace) or {}
     packed = (secret.get("data") or {}).get("map.json.gz")
-    if servers(job) != names or packed is None:
+    if packed is None:
+        return ClusterMap(job.name)
+    return msgspec.json.decode(gzip.decompress(base64.b64decode(packed)), type=ClusterMap)
+
+
+def is_whole(job: Job, names: set[str]) -> bool:
+    """Return whether these servers run, and no others, and each row has two copies on them."""
+    known = stored_map(job)
+    if servers(job) != names or not known.placements:
         return False
-    known = msgspec.json.decode(gzip.decompress(base64.b64decode(packed)), type=ClusterMap)
     return known.servers.keys() == names and all(
         not one.learner and len(one.members) == 2 and set(one.members) <= names
         for one in known.placements
@@ -79,11 +86,13 @@ def test_server_pods_are_lost_and_their_number_changes_and_no_push_is_lost(
     whole(job, "ps1", "ps2")
     moves_on(job)
 
-    # The next master goes on with the map.
+    # The next master goes on with the map. It takes no server for dead that comes a little later.
+    before = stored_map(job).placements
     master = f"elasticjob.dlrover/replica-type={ROLE_MASTER}"
     job.kubectl("delete", "pod", "-l", master, "--wait=false")
     job.until(lambda: job.training.term == 2, "the next master")
     moves_on(job)
+    assert stored_map(job).placements == before, "no bucket got a new term, or another copy"
 
     # A server whose Pod is deleted gives its rows away first.
     job.kubectl("delete", "pod", "job-ps1", "--wait=false")

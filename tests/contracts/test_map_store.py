@@ -6,9 +6,12 @@ import random
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from dlrover_py.kubernetes.client import KubeClient
+from dlrover_py.kubernetes.errors import ServerDownError
 from dlrover_py.kubernetes.kinds import SECRETS, Obj
 from dlrover_py.master.map_secret import MAP_KEY, MAX_PACKED_BYTES, SecretMapStore
 from dlrover_py.protocol.errors import ConfigError, SupersededError, TransientError
@@ -63,9 +66,35 @@ async def test_an_earlier_master_cannot_write_once_the_next_one_has_read(place: 
     assert await asyncio.to_thread(place.open().read) == b"new"
 
 
-async def test_a_write_whose_answer_was_lost_or_a_label_does_not_stop_the_next(
-    place: Place,
+class LostAnswers(KubeClient):
+    """A client that gets no answer to its next writes, although they have been done."""
+
+    lost = 0
+
+    async def replace(self, *given: Any, **more: Any) -> Obj:
+        found = await super().replace(*given, **more)
+        if self.lost:
+            self.lost -= 1
+            raise ServerDownError("the connection was closed")
+        return found
+
+
+async def test_a_write_whose_answer_was_lost_does_not_stop_the_next(
+    place: Place, tmp_path: Path
 ) -> None:
+    kubeconfig = place.cluster.kubeconfig(tmp_path / "another-kubeconfig")
+    async with await LostAnswers.connect(kubeconfig=kubeconfig) as kube:
+        assert isinstance(kube, LostAnswers)
+        store = SecretMapStore(kube, "default", NAME, job_uid=JOB)
+        await asyncio.to_thread(store.read)
+        kube.lost = 1
+        with pytest.raises(TransientError, match="the connection was closed"):
+            await asyncio.to_thread(store.write, b"one")
+        await asyncio.to_thread(store.write, b"two")  # the Secret has another version now
+    assert await asyncio.to_thread(place.open().read) == b"two"
+
+
+async def test_a_label_does_not_stop_the_next_write(place: Place) -> None:
     store = place.open()
     await asyncio.to_thread(store.read)
     await asyncio.to_thread(store.write, b"one")
@@ -85,7 +114,7 @@ async def test_a_secret_that_was_deleted_gets_the_map_when_it_is_there_again(pla
     await asyncio.to_thread(store.read)
     await asyncio.to_thread(store.write, b"one")
     place.cluster.remove(SECRETS, NAME)
-    with pytest.raises(OSError, match=NAME):
+    with pytest.raises(TransientError, match=NAME):
         await asyncio.to_thread(store.write, b"two")
     place.cluster.put(SECRETS, secret())
     await asyncio.to_thread(store.write, b"three")
@@ -115,7 +144,7 @@ async def test_what_may_pass_is_told_from_what_does_not(place: Place) -> None:
         await asyncio.to_thread(store.read)
     assert await asyncio.to_thread(store.read) is None
     place.cluster.fail(500, times=1, method="PUT", path="/secrets/")
-    with pytest.raises(OSError, match="Secret elasticjob-x-servers"):
+    with pytest.raises(TransientError, match="Secret elasticjob-x-servers"):
         await asyncio.to_thread(store.write, b"one")
     await asyncio.to_thread(store.write, b"one")
     for damaged in (b"no gzip", b""):
@@ -131,7 +160,7 @@ async def test_a_map_that_does_not_fit_is_refused_before_it_is_sent(place: Place
     store = place.open()
     await asyncio.to_thread(store.read)
     large = random.Random(1).randbytes(MAX_PACKED_BYTES + 1)
-    with pytest.raises(OSError, match="use fewer buckets"):
+    with pytest.raises(TransientError, match="use fewer buckets"):
         await asyncio.to_thread(store.write, large)
 
 
@@ -142,3 +171,29 @@ async def test_the_secret_of_another_job_is_not_touched(place: Place) -> None:
     place.cluster.remove(SECRETS, NAME)
     with pytest.raises(TransientError, match=NAME):
         await asyncio.to_thread(place.open().read)
+
+
+async def test_a_server_that_is_too_busy_says_for_how_long_it_is_left_alone(place: Place) -> None:
+    store = place.open()
+    await asyncio.to_thread(store.read)
+    place.cluster.fail(429, times=1, method="PUT", path="/secrets/", retry_after=7)
+    with pytest.raises(TransientError) as refused:
+        await asyncio.to_thread(store.write, b"one")
+    assert refused.value.retry_after >= 7
+
+
+async def test_a_store_says_whether_it_is_still_its_own(place: Place, tmp_path: Path) -> None:
+    file, store = MapFile(tmp_path / "map.json"), place.open()
+    for one in (file, store):
+        await asyncio.to_thread(one.read)
+        assert not await asyncio.to_thread(one.check)
+        await asyncio.to_thread(one.write, b"one")
+        assert await asyncio.to_thread(one.check)
+    place.cluster.remove(SECRETS, NAME)
+    with pytest.raises(TransientError, match=NAME):
+        await asyncio.to_thread(store.check)
+    place.cluster.put(SECRETS, secret())
+    assert not await asyncio.to_thread(store.check)
+    await asyncio.to_thread(place.open().read)
+    with pytest.raises(SupersededError, match="written by another master"):
+        await asyncio.to_thread(store.check)

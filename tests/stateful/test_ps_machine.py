@@ -71,7 +71,7 @@ class PsMachine(RuleBasedStateMachine):
     )
     def begin(self, servers: int, replicas: int, ack: AckMode) -> None:
         self.wanted = self.planner.PlanRules(
-            buckets=BUCKETS, servers=servers, replicas=replicas, ack=ack, moves=2
+            buckets=BUCKETS, servers=servers, replicas=replicas, ack=ack, moves=2, return_s=3.0
         )
         self.may_kill = replicas == 2 and ack is AckMode.BACKUP
         self.now = 0.0

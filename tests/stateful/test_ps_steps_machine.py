@@ -277,10 +277,11 @@ class StepMachine(base.PsCutMachine):
     def teardown(self) -> None:
         super().teardown()
         if hasattr(self, "plan") and self.clients:
-            members = self.plan.map.steps.members
-            assert self.idle() or len(members) < len(self.clients) or any(
-                one.step == (0, 0) and not one.wants for one in self.clients.values()
-            ), "a step of all workers never ends"  # fmt: skip
+            steps = self.plan.map.steps
+            idle = [one for one in self.clients.values() if one.step == (0, 0) and not one.wants]
+            assert len(steps.members) < len(self.clients) or any(
+                one.follower.ended <= (steps.generation, steps.done) for one in idle
+            ), "a step of all workers never ends"
 
 
 TestSteps = StepMachine.TestCase

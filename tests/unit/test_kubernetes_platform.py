@@ -29,7 +29,8 @@ from dlrover_py.master.core.events import (
     Rules,
 )
 from dlrover_py.master.journal_store import FileJournalStore
-from dlrover_py.master.loop import RETRY, Loop, pause_s
+from dlrover_py.master.loop import Loop
+from dlrover_py.master.pauses import RETRY, pause_s
 from dlrover_py.master.platform import PriorMasterState
 from dlrover_py.master.platform.kubernetes import creator, pod_calls, pods
 from dlrover_py.master.platform.kubernetes.job_watcher import ElasticJobWatcher
@@ -78,6 +79,10 @@ class OpenPlatform(KubernetesPlatform):
     @property
     def template_problem(self) -> object:
         return self._trial.problem
+
+    @property
+    def template_words(self) -> str:
+        return self._trial.problem.message if self._trial.problem is not None else ""
 
     @property
     def unfinished(self) -> object:
@@ -669,6 +674,36 @@ async def test_a_template_that_cannot_be_read_is_a_condition_until_it_is_mended(
     await asyncio.wait_for(asked, WITHIN_S)
     await scene.platform.publish(status(generation=3))
     assert scene.conditions()["InvalidTemplate"]["status"] == "False"
+
+
+async def test_the_template_of_servers_is_tried_and_a_pod_says_nothing_of_the_other_role(
+    scene: Scene,
+) -> None:
+    good = {"name": "main", "image": "i", "command": ["dlrover", "ps", "server"]}
+    bad = {"name": "main", "command": ["dlrover", "ps", "server"]}
+    whole = scene.job()["spec"]["replicaSpecs"]["worker"]["template"]["spec"]["containers"][0]
+
+    def edit(generation: int, server: Obj, worker: Obj) -> None:
+        edited = scene.job()
+        edited["metadata"]["generation"] = generation
+        roles = edited["spec"]["replicaSpecs"]
+        roles["ps"] = {"replicas": 1, "template": {"spec": {"containers": [server]}}}
+        roles["worker"]["template"]["spec"]["containers"] = [worker]
+        scene.cluster.put(ELASTICJOBS, edited)
+
+    edit(2, bad, whole)
+    await scene.until(lambda: scene.platform.template_problem)
+    await scene.platform.create_node(N0)
+    await scene.platform.publish(status(generation=2))
+    found = scene.conditions()["InvalidTemplate"]
+    assert found["status"] == "True"
+    assert "x-ps9999" in found["message"]
+    edit(3, good, {key: value for key, value in whole.items() if key != "image"})
+    await scene.until(lambda: "x-trial" in scene.platform.template_words)
+    await scene.platform.create_node(NodeId("ps0"))
+    assert "x-trial" in scene.platform.template_words
+    edit(4, good, whole)
+    await scene.until(lambda: not scene.platform.template_problem)
 
 
 async def test_what_the_server_warns_of_is_an_event(scene: Scene) -> None:

@@ -179,6 +179,24 @@ def test_only_the_jobs_pods_reach_the_agents_port_but_on_the_hosts_network_anyon
     assert "from" not in agents
 
 
+def test_servers_on_the_hosts_network_reach_the_master_and_the_workers() -> None:
+    """Only the template of the role ps has it."""
+    template = {"spec": {"containers": [{"name": "main", "command": ["dlrover", "ps", "server"]}]}}
+    document = job_file(3)
+    document["metadata"] |= {"namespace": "ns", "uid": "u1"}
+    document["spec"]["distributionStrategy"] = "ParameterServerStrategy"
+    document["spec"]["replicaSpecs"]["ps"] = {"replicas": 2, "template": template}
+    made = ElasticJob.read(document)
+    agents, _ = manifests.network_policy(made)["spec"]["ingress"]
+    assert agents["from"]
+    template["spec"]["hostNetwork"] = True  # type: ignore[assignment]
+    made = ElasticJob.read(document)
+    agents, _ = manifests.network_policy(made)["spec"]["ingress"]
+    assert "from" not in agents
+    assert [one["port"] for one in agents["ports"]] == [names.MASTER_PORT, names.SERVERS_PORT]
+    assert manifests.workers_network_policy(made)["spec"]["ingress"] == [{}]
+
+
 def test_only_the_jobs_pods_reach_its_workers_whose_ports_ask_for_no_password() -> None:
     policy = manifests.workers_network_policy(job())
     assert policy["spec"]["podSelector"]["matchLabels"] == {

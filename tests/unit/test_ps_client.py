@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlrover_py.ps import client, specs
 from dlrover_py.ps import messages as m
+from dlrover_py.ps import specs
 from dlrover_py.ps.client import DataLossError, PsClient
 from dlrover_py.ps.coordinator import Coordinator
 from dlrover_py.ps.map_store import MapFile
 from dlrover_py.ps.planner import PlanRules
+from dlrover_py.ps.request_rows import TableRows
 from dlrover_py.ps.specs import TableSpec
 from tests.ps_threads import TOKEN
 
@@ -72,9 +73,8 @@ class DeafAtFirst(Coordinator):
 
 
 def test_a_request_that_a_dead_coordinator_did_not_read_is_sent_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(client, "WATCH_S", 0.2)
     coordinator = DeafAtFirst(tmp_path)
     coordinator.planner.heard("s0", "tcp://127.0.0.1:9", time.monotonic())
     over = threading.Event()
@@ -88,7 +88,7 @@ def test_a_request_that_a_dead_coordinator_did_not_read_is_sent_again(
     thread = threading.Thread(target=coordinate)
     thread.start()
     try:
-        with PsClient(coordinator.access, "worker-0", timeout_s=WAIT_S) as worker:
+        with PsClient(coordinator.access, "worker-0", timeout_s=WAIT_S, watch_s=0.2) as worker:
             worker.create(TableSpec("table", 4))
             worker.use(specs.ssp(2), 1)
             incarnation = worker.map.clients["worker-0"]
@@ -98,3 +98,13 @@ def test_a_request_that_a_dead_coordinator_did_not_read_is_sent_again(
         over.set()
         thread.join()
         coordinator.close()
+
+
+def test_the_rows_of_all_buckets_in_another_order_are_put_in_their_places() -> None:
+    ids = np.array([10, 11, 12, 20])
+    part = TableRows("t", [ids], np.array([0, 3, 3, 4]), np.arange(4), np.zeros((4, 1), np.float32))
+    assert part.of((0, 1, 2))[0] is ids
+    assert part.of((2, 1, 0))[0].tolist() == [20, 10, 11, 12]
+    part.receive((2, 0), [np.array([[20.0], [10.0], [11.0], [12.0]], np.float32)])
+    assert part.rows is not None
+    assert part.rows[:, 0].tolist() == ids.tolist()

@@ -1,9 +1,9 @@
 """A coordinator that starts again goes on with the map, at the same address."""
 
 import socket
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +13,11 @@ import msgspec
 import pytest
 import zmq
 
-from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.errors import ConfigError, SupersededError, TransientError
 from dlrover_py.ps import messages as m
 from dlrover_py.ps import specs
 from dlrover_py.ps.cluster_map import ClusterMap, CutPlace
-from dlrover_py.ps.coordinator import Coordinator
+from dlrover_py.ps.coordinator import CHECK_S, DOUBT_S, Coordinator
 from dlrover_py.ps.map_store import MapFile
 from dlrover_py.ps.planner import Planner, PlanRules
 from dlrover_py.ps.server import ParameterServer
@@ -51,15 +51,15 @@ def program(access: Any) -> Iterator[Any]:
     dealer = context.socket(zmq.DEALER)
     dealer.connect(access.address)
 
-    def ask(by: Coordinator, message: Any) -> ClusterMap:
+    def ask(by: Coordinator, message: Any, now: float | None = None) -> ClusterMap:
         again = 0.0
         deadline = time.monotonic() + 30
-        while (now := time.monotonic()) < deadline:
-            if again <= now:  # the one before it may have got the message
-                again = now + 1.0
+        while (real := time.monotonic()) < deadline:
+            if again <= real:  # the one before it may have got the message
+                again = real + 1.0
                 send(dealer, message, [], access.key)
-            by.receive(time.monotonic())
-            by.tick(time.monotonic())
+            by.receive(real if now is None else now)
+            by.tick(real if now is None else now)
             if dealer.poll(20):
                 answer, _ = decode(dealer.recv_multipart(), access.key)
                 assert isinstance(answer, m.MapNews)
@@ -70,6 +70,15 @@ def program(access: Any) -> Iterator[Any]:
         yield ask
     finally:
         context.destroy(linger=0)
+
+
+def serve_turns(made: Coordinator, now: float, seconds: float) -> float:
+    """Let a coordinator serve for some seconds; return the time afterwards."""
+    for _ in range(int(seconds / 0.5)):
+        now += 0.5
+        made.receive(now)
+        made.tick(now)
+    return now
 
 
 @pytest.mark.parametrize("damaged", [b"", b"{}", b'{"job": "\x80"}'])
@@ -148,10 +157,10 @@ def test_a_map_that_cannot_be_stored_is_sent_to_nobody(
     with coordinator(tmp_path, listener) as made, program(made.access) as ask:
         assert ask(made, m.WatchMap(-1)).epoch == 0
         (tmp_path / "map.new").mkdir()
-        with pytest.raises(IsADirectoryError):
+        with pytest.raises(TransientError, match="Is a directory"):
             ask(made, m.JoinClient("w", "call"))
         made.receive(time.monotonic())
-        with pytest.raises(IsADirectoryError):
+        with pytest.raises(TransientError, match="Is a directory"):
             made.tick(time.monotonic())
         (tmp_path / "map.new").rmdir()
         assert ask(made, m.WatchMap(-1)).clients == {"w": 1}
@@ -177,24 +186,59 @@ def test_whoever_leaves_hears_each_time_that_there_is_a_coordinator(
         assert ask(made, m.Drain("ps0")) == first
 
 
-def test_a_server_that_leaves_without_a_coordinator_ends_with_its_rows(
+@contextmanager
+def serving(access: Any, name: str) -> Iterator[tuple[ParameterServer, "Future[bool]"]]:
+    """Run a server in a thread; yield it, and what its run returns."""
+    server = ParameterServer(access, name, alone_s=0.1)
+    with ThreadPoolExecutor(1) as pool:
+        ran = pool.submit(server.run)
+        try:
+            yield server, ran
+        finally:
+            server.stop()
+            wait([ran], 30)
+            server.close()
+
+
+def serve_until(made: Coordinator, done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not done():
+        made.socket.poll(20)
+        made.receive(time.monotonic())
+        made.tick(time.monotonic())
+        assert time.monotonic() < deadline
+
+
+def test_a_server_that_leaves_an_ended_job_does_not_wait_for_a_coordinator(
     tmp_path: Path, listener: socket.socket
 ) -> None:
-    """Its job was deleted: nobody takes the rows, and its Pod must not stay for its whole grace."""
+    """Nobody takes the rows, and its Pod must not stay for its whole grace."""
     with coordinator(tmp_path, listener) as made:
         made.planner.expect(1)
-        server = ParameterServer(made.access, "ps0", alone_s=0.1)
-        thread = threading.Thread(target=server.run, daemon=True)
-        thread.start()
-        deadline = time.monotonic() + 30
-        while not made.planner.map.placements or made.socket.poll(20):
-            made.receive(time.monotonic())
-            made.tick(time.monotonic())
-            assert time.monotonic() < deadline
-    server.leave()
-    thread.join(30)
-    assert not thread.is_alive()
-    server.close()
+        with serving(made.access, "ps0") as (server, ran):
+            serve_until(made, lambda: server.has_buckets)
+            made.end()
+            server.leave()
+            serve_until(made, ran.done)
+            assert ran.result() is False, "rows are left"
+
+
+def test_a_server_that_leaves_waits_for_the_next_coordinator_with_its_rows(
+    tmp_path: Path, listener: socket.socket
+) -> None:
+    with coordinator(tmp_path, listener) as made:
+        made.planner.expect(1)
+        access = made.access
+        with serving(access, "ps0") as (server, ran):
+            serve_until(made, lambda: server.has_buckets)
+            server.leave()
+            serve_until(made, lambda: bool(made.planner.map.draining))
+            made.close()
+            assert not wait([ran], 1.0).done, "it has the only copy"
+            with coordinator(tmp_path, listener) as second, serving(access, "ps1"):
+                serve_until(second, ran.done)
+                assert ran.result() is True
+                assert {one.members for one in second.planner.map.placements} == {("ps1",)}
 
 
 def test_one_who_could_not_be_heard_was_not_silent(tmp_path: Path, listener: socket.socket) -> None:
@@ -300,3 +344,130 @@ def test_a_worker_that_missed_the_end_of_a_step_gets_it_with_its_next_word(
             assert ask(made, ended).steps.done == 1
         with program(made.access) as ask:
             assert ask(made, ended).steps.done == 1
+
+
+def test_who_cannot_reach_the_next_coordinator_at_once_is_not_taken_for_dead(
+    tmp_path: Path, listener: socket.socket
+) -> None:
+    """In a cluster, programs reach a new master one after the other, seconds after its start."""
+    rules = replace(RULES, silence_s=3.0)
+    before = Planner(ClusterMap("job"), rules, 0.0)
+    before.use(specs.sync(silence_s=5.0))
+    for name in ("ps0", "ps1"):
+        before.heard(name, f"tcp://{name}", 0.0)
+    members = {name: before.join(name, "call") for name in ("a", "b")}
+    before.step(replace(before.map.steps, generation=1, members=members), ())
+    (tmp_path / "map").write_bytes(msgspec.json.encode(before.map))
+
+    context = zmq.Context()
+    with closing(
+        Coordinator("job", "t", MapFile(tmp_path / "map"), rules, 100.0, listener=listener)
+    ) as made:
+        dealer = context.socket(zmq.DEALER)
+        dealer.connect(made.access.address)
+        try:
+            now = serve_turns(made, 100.0, 60.0)  # nobody can reach it yet
+            send(dealer, m.Alive("ps0", "tcp://ps0", 0), [], made.access.key)
+            send(dealer, m.Stepped("a", members["a"], 0, (1, 0), 2), [], made.access.key)
+            assert made.socket.poll(30_000)
+            now = serve_turns(made, now, 2.0)
+            send(dealer, m.Alive("ps0", "tcp://ps0", 0), [], made.access.key)
+            made.socket.poll(30_000)
+            now = serve_turns(made, now, 2.5)
+            known = made.planner.map
+            assert known.placements == before.map.placements
+            assert known.servers.keys() == {"ps0", "ps1"}
+            assert known.steps.members == members
+            serve_turns(made, now, 30.0)
+            assert not made.planner.map.servers
+            assert not made.planner.map.steps.members
+        finally:
+            context.destroy(linger=0)
+
+
+class SharedStore:
+    """The document of several coordinators. The one that has read it last may write it."""
+
+    name, step_buckets = "a shared store", 2
+
+    def __init__(self, place: list[bytes], readers: list["SharedStore"]) -> None:
+        self.place, self.readers, self.reached = place, readers, True
+
+    def read(self) -> bytes | None:
+        self.readers.append(self)
+        return self.place[-1] if self.place else None
+
+    def check(self) -> bool:
+        if not self.reached:
+            raise TransientError("no answer")
+        if self.readers[-1] is not self:
+            raise SupersededError("another coordinator owns it")
+        return bool(self.place)
+
+    def write(self, document: bytes) -> None:
+        self.check()
+        self.place.append(document)
+
+
+def test_a_coordinator_that_does_not_reach_its_store_lets_others_find_the_next_one(
+    listener: socket.socket,
+) -> None:
+    """Its master cannot reach the API server, but servers and workers can reach its Pod."""
+    place, readers = list[bytes](), list[SharedStore]()
+    old, new = SharedStore(place, readers), SharedStore(place, readers)
+    now = 100.0
+    with closing(Coordinator("job", "t", old, RULES, now, listener=listener)) as first:
+        serve_turns(first, now, 1)
+        with program(first.access) as ask:
+            assert ask(first, m.JoinClient("w", "call"), now).clients == {"w": 1}
+            old.reached = False
+            now = serve_turns(first, now, CHECK_S - 1)
+            assert not first.socket.closed
+            with pytest.raises(TransientError):
+                serve_turns(first, now, 2)
+            with pytest.raises(TransientError):
+                first.tick(now + DOUBT_S)
+            assert first.socket.closed
+            with closing(Coordinator("job", "t", new, RULES, now, listener=listener)) as second:
+                assert ask(second, m.WatchMap(-1)).clients == {"w": 1}
+            old.reached = True
+            with pytest.raises(SupersededError):
+                first.tick(now + DOUBT_S)
+
+
+def test_a_coordinator_that_reaches_its_store_again_takes_connections_again(
+    listener: socket.socket,
+) -> None:
+    store = SharedStore([], [])
+    rules, now = replace(RULES, silence_s=3.0), 100.0
+    with (
+        closing(Coordinator("job", "t", store, rules, now, listener=listener)) as made,
+        program(made.access) as ask,
+    ):
+        ask(made, m.Alive("ps0", "tcp://ps0", -1), now)
+        store.reached = False
+        with pytest.raises(TransientError):
+            made.tick(now + DOUBT_S + 1)
+        assert made.socket.closed
+        store.reached = True
+        now = serve_turns(made, now + DOUBT_S, 20)
+        assert made.planner.map.servers.keys() == {"ps0"}, "it has not been able to speak"
+        assert ask(made, m.WatchMap(-1), now).servers.keys() == {"ps0"}
+
+
+def test_steps_are_refused_if_each_would_write_too_large_a_map(listener: socket.socket) -> None:
+    store, context = SharedStore([], []), zmq.Context()
+    with closing(Coordinator("job", "t", store, RULES, 100.0, listener=listener)) as made:
+        dealer = context.socket(zmq.DEALER)
+        dealer.connect(made.access.address)
+        try:
+            send(dealer, m.UseConsistency(specs.sync()), [], made.access.key)
+            assert made.socket.poll(30_000)
+            made.receive(100.0)
+            assert dealer.poll(30_000)
+            answer, _ = decode(dealer.recv_multipart(), made.access.key)
+            assert isinstance(answer, m.CoordinatorRefusal)
+            assert "have 4 buckets: expected at most 2 with ps.sync()" in answer.words
+            assert made.planner.map.steps.consistency is None
+        finally:
+            context.destroy(linger=0)

@@ -188,6 +188,19 @@ def test_a_wrong_consistency_is_refused(wrong: Callable[[], Consistency]) -> Non
         wrong()
 
 
+def test_a_worker_that_is_no_member_pulls_no_rows_of_an_earlier_step(access: JobAccess) -> None:
+    """One that was started again alone would compute its first gradients with too old rows."""
+    with client(access, "a") as one, client(access, "b") as other:
+        one.create(TABLE)
+        one.use(specs.sync(), 2)
+        early = one.pull({"t": np.arange(3)})
+        with pytest.raises(TimeoutError):
+            early.result(0.5)
+        other.create(TABLE)
+        other.use(specs.sync(), 2)
+        assert early.result(WAIT_S)["t"].shape == (3, 8)
+
+
 def word(client: str, incarnation: int, step: tuple[int, int] = (0, 0), **more: Any) -> Stepped:
     return Stepped(client, incarnation, 0, step, more.pop("world", 2), **more)
 

@@ -210,3 +210,14 @@ def test_strangers_fill_no_log(tmp_path: Path, caplog: pytest.LogCaptureFixture)
             stranger.recv_multipart()
         context.destroy(linger=0)
     assert len([r for r in caplog.records if "message was refused" in r.getMessage()]) <= 1
+
+
+def test_a_bucket_with_pushes_of_many_workers_that_wait_fits_into_a_message() -> None:
+    """1,024 workers push 16 tables: two arrays each."""
+    one: Any = np.zeros(1, np.int64)
+    payload = [("t", [one, one])] * (1024 * 16)
+    found, arrays = wire.decode(wire.encode(PUSH, payload, KEY), KEY)
+    assert found == PUSH
+    assert len(arrays) == len(payload)
+    with pytest.raises(ConfigError, match="arrays: expected at most"):
+        wire.encode(PUSH, [("t", [one] * (wire.MAX_ARRAYS + 1))], KEY)

@@ -5,12 +5,14 @@ from typing import Any
 import pytest
 
 from dlrover_py.cli.jobfile import check_servers
+from dlrover_py.master.core.capacity import NO_ROOM_S
 from dlrover_py.master.core.events import (
     CreateNode,
     DeleteNode,
     Effect,
     Event,
     JobChanged,
+    JobStopped,
     NodeEnded,
     NodeSeen,
     NodesListed,
@@ -75,8 +77,13 @@ class Run:
 
     def end(self, node: str, **fields: Any) -> list[Effect]:
         self.exist.discard(node)
-        free = fields.pop("free", False)
-        return self.step(NodeEnded(NodeId(node), "it ended", fields.pop("code", -9), free))
+        free, by = fields.pop("free", False), fields.pop("refused_by", "")
+        code = fields.pop("code", -9)
+        return self.step(NodeEnded(NodeId(node), "it ended", code, free, refused_by=by))
+
+    def runs(self) -> None:
+        """Have the platform say that all servers run."""
+        self.step(*(NodeSeen(NodeId(node), near=True) for node in sorted(self.servers)))
 
     def restart(self, spec: ElasticJob) -> list[Effect]:
         assert self.journal is not None
@@ -110,6 +117,7 @@ def test_a_lost_server_is_replaced_under_another_id_until_too_many_were_lost() -
     run = Run(parsed(restartCount=1))
     run.end("ps1")
     assert run.present == run.servers == {"ps0", "ps2", "ps3"}
+    run.runs()
     run.end("ps3", free=True)  # it was drained
     assert run.present == {"ps0", "ps2", "ps4"}
     run.end("ps0")
@@ -119,6 +127,7 @@ def test_a_lost_server_is_replaced_under_another_id_until_too_many_were_lost() -
 
 def test_losses_are_forgotten_in_time_and_no_node_that_is_unknown_stays() -> None:
     run = Run(parsed(restartCount=1))
+    run.runs()
     run.end("ps1")
     run.now = Rules().forgive_after_s + 1
     run.step()
@@ -127,6 +136,38 @@ def test_losses_are_forgotten_in_time_and_no_node_that_is_unknown_stays() -> Non
     assert deleted(run.step(NodeSeen(NodeId("ps9"), near=True))) == {"ps9": 0.0}
     run.end("ps2", free=True)
     assert run.present == {"ps3", "ps4", "ps10"}
+
+
+def test_servers_that_a_host_refuses_are_requested_after_pauses_and_for_other_hosts() -> None:
+    run = Run(parsed(replicas=2))
+    run.step(NodeSeen(NodeId("ps0"), near=True))
+    asked = run.end("ps1", code=None, free=True, refused_by="h1")
+    assert [one.avoid for one in asked if isinstance(one, CreateNode)] == [("h1",)]
+    begun = run.now
+    for _ in range(9):
+        last = max(run.servers - {"ps0"})
+        run.end(last, code=None, free=True, refused_by="h2")
+        while run.servers == {"ps0"}:
+            run.now += 1.0
+            run.step()
+    assert run.now - begun > 120
+    assert run.job.state.servers.lost == 0
+    last = max(run.servers - {"ps0"})
+    run.step(NodeSeen(NodeId(last), near=True))
+    assert [one for one in run.end("ps0") if isinstance(one, CreateNode)], "this one has run"
+
+
+def test_hosts_are_allowed_again_if_only_they_have_room_for_a_server() -> None:
+    run = Run(parsed(replicas=1))
+    run.end("ps0", code=None, free=True, refused_by="h1")
+    run.step(NodeSeen(NodeId("ps1"), near=False, runs=False))
+    run.now += NO_ROOM_S - 1
+    assert not run.step()
+    run.now += 1
+    asked = run.step()
+    assert deleted(asked) == {"ps1": 0.0}
+    assert [one.avoid for one in asked if isinstance(one, CreateNode)] == [()]
+    assert run.events()[-1] == "HostsReadmitted"
 
 
 def test_a_refused_command_ends_the_job_at_once() -> None:
@@ -221,6 +262,13 @@ def test_servers_end_after_the_last_worker(how: str) -> None:
     if how == "suspend":
         run.step(JobChanged(spec.suspended(False)))
         assert run.present == run.servers == {"ps3", "ps4", "ps5"}
+
+
+def test_the_coordinator_learns_of_a_deleted_job_at_once() -> None:
+    """Servers that leave need not wait for another one then. The master may end soon, too."""
+    run = Run(parsed())
+    said = [one for one in run.step(JobStopped()) if isinstance(one, ServersPresent)]
+    assert [(one.nodes, one.ended) for one in said] == [(run.present, True)]
 
 
 def test_fewer_servers_give_their_rows_away_first() -> None:

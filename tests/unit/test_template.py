@@ -18,7 +18,7 @@ from dlrover_py.cli import jobfile
 from dlrover_py.cli.cluster import _row, job_view
 from dlrover_py.master.platform.kubernetes.pods import PodContext, pod, refusal
 from dlrover_py.protocol.errors import ConfigError
-from dlrover_py.protocol.job import TEMPLATE, ElasticJob
+from dlrover_py.protocol.job import SERVER_TEMPLATE, TEMPLATE, ElasticJob
 from dlrover_py.protocol.names import NodeId
 from dlrover_py.protocol.template import faults_of, in_lines, is_deeper
 from scripts import pod_fields
@@ -248,14 +248,26 @@ def test_a_refusal_is_told_by_the_templates_paths() -> None:
         'Pod in version "v1" cannot be handled as a Pod: strict decoding error: unknown field '
         '"spec.containers[0].env[14].valu", unknown field "spec.containers[0].resource"'
     )
-    lines = refusal(job, words).splitlines()
+    lines = refusal(job, words, NodeId("n0")).splitlines()
     assert lines == [
         f"{TEMPLATE}.spec.containers[0].resource: unknown field; did you mean resources?",
         f"{TEMPLATE}.spec.containers[0].env[0].valu: unknown field; did you mean value?",
     ]
     newer = words.replace("resource", "resources")  # this server does not know it yet
-    assert refusal(job, newer) == newer
-    assert refusal(job, "is invalid: image") == "is invalid: image"
+    assert refusal(job, newer, NodeId("n0")) == newer
+    assert refusal(job, "is invalid: image", NodeId("n0")) == "is invalid: image"
+    assert refusal(job, words, NodeId("ps0")) == words, "the job has no servers"
+
+
+def test_a_refusal_of_a_server_is_told_by_the_path_of_its_own_template() -> None:
+    document = job_file(template=of_main(resource={}))
+    main = {"name": "main", "command": ["dlrover", "ps", "server"], "resource": {}}
+    document["spec"]["replicaSpecs"]["ps"] = {"template": {"spec": {"containers": [main]}}}
+    job = ElasticJob.read(document)
+    words = 'unknown field "spec.containers[0].resource"'
+    advice = "spec.containers[0].resource: unknown field; did you mean resources?"
+    assert refusal(job, words, NodeId("ps0")) == f"{SERVER_TEMPLATE}.{advice}"
+    assert refusal(job, words, NodeId("n0")) == f"{TEMPLATE}.{advice}"
 
 
 # --- nothing but a ConfigError ---
@@ -432,6 +444,17 @@ def test_a_cluster_needs_an_image_and_this_machine_does_not(tmp_path: Path) -> N
     words = f"11: {TEMPLATE}.spec.containers[0].image: missing: expected the name of an image"
     assert told(tmp_path, without) == words
     assert jobfile.load(tmp_path / "job.yaml").remarks == ()
+
+
+def test_servers_in_a_cluster_need_an_image_too(tmp_path: Path) -> None:
+    document = job_file(1)
+    main = {"name": "main", "command": ["dlrover", "ps", "server"]}
+    document["spec"]["replicaSpecs"]["ps"] = {"template": {"spec": {"containers": [main]}}}
+    file = tmp_path / "job.yaml"
+    file.write_text(json.dumps(document))
+    words = r"replicaSpecs\.ps\.template\.spec\.containers\[0\]\.image: missing"
+    with pytest.raises(ConfigError, match=words):
+        jobfile.load_all(file)
 
 
 def test_a_misspelt_field_of_a_template_is_remarked_with_its_line(tmp_path: Path) -> None:

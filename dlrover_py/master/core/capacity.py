@@ -91,7 +91,7 @@ class Capacity:
         due = [slot for slot in self.state.replacement_slots if slot.not_before <= self.live.now]
         later = [slot for slot in self.state.replacement_slots if slot.not_before > self.live.now]
         fresh = missing - len(due) - len(later)
-        avoid = self._avoided_hosts()
+        avoid = self.avoided_hosts()
         restart = self.live.spec.spec.restart
         stable, held_until = self.spot.stable_missing(), self.spot.held_until()
         for at, slot in enumerate(due + [ReplacementSlot(relaunches=0)] * fresh):
@@ -133,9 +133,8 @@ class Capacity:
                 continue
             until = node.pending_since + NO_ROOM_S
             if self.live.now >= until:
-                self.live.hosts.lift_bans(node.record.avoid)
-                self._readmitted.update(node.record.avoid)
-            elif set(node.record.avoid) <= set(self._avoided_hosts()):
+                self.readmit(node.record.avoid)
+            elif set(node.record.avoid) <= set(self.avoided_hosts()):
                 self.live.wake(until, self.live.hosts.next_end(self.live.now))
                 continue
             message = (
@@ -273,12 +272,17 @@ class Capacity:
             relaunches=relaunches, failed_before_report=failed_before_report, not_before=not_before
         )
 
-    def _avoided_hosts(self) -> tuple[str, ...]:
+    def avoided_hosts(self) -> tuple[str, ...]:
         """Return the hosts on which no new node may be placed now."""
         banned, bad = self.live.hosts.banned(self.live.now), self.live.spec.bad_hosts
         if bad is None or not self.live.rules.avoids_hosts:
             return banned
         return tuple(sorted({*banned, *bad.avoid} - (self._readmitted - {*banned})))
+
+    def readmit(self, hosts: tuple[str, ...]) -> None:
+        """Allow hosts again, although they were banned or are bad: only these have room."""
+        self.live.hosts.lift_bans(hosts)
+        self._readmitted.update(hosts)
 
     def ban_host(self, node: Node, kind: HostFaultKind) -> None:
         """Count a strike against the node's host, which may be at fault, and ban it for a while.

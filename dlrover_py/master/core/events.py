@@ -288,6 +288,8 @@ class ServersPresent:
     nodes: frozenset[NodeId]
     desired: int
     """The desired number of servers."""
+    ended: bool = False
+    """Whether the job has ended, or was deleted: nobody needs rows any more."""
 
 
 Effect = (

@@ -97,7 +97,7 @@ class Job:
         self._failures = failures = Failures(context, transitions, capacity, checkpointing, tuning)
         self._admission = admission = Admission(context, transitions, capacity, assignments)
         self._sharding, self._autoscaler = Sharding(context), (scaler := Autoscaler(context))
-        self._servers = Servers(context, transitions)
+        self._servers = Servers(context, transitions, capacity)
         self._rounds = Rounds(context, transitions, assignments, checkpointing, admission, scaler)
         self._spec_changes = SpecChanges(context, transitions, capacity, departures, checkpointing)
         self._diagnosis, self._goodput = Diagnosis(context, assignments, failures), Goodput(context)

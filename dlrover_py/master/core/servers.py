@@ -4,6 +4,10 @@ They are kept apart from the other nodes: they do not report, and count for no s
 fact of the platform. Which rows they have is decided by the coordinator of the parameter server.
 """
 
+import math
+from dataclasses import dataclass
+
+from dlrover_py.master.core.capacity import NO_ROOM_S, Capacity
 from dlrover_py.master.core.events import (
     CreateNode,
     DeleteNode,
@@ -12,6 +16,7 @@ from dlrover_py.master.core.events import (
     ServersPresent,
 )
 from dlrover_py.master.core.history import CoreContext
+from dlrover_py.master.core.policy import relaunch_delay
 from dlrover_py.master.core.transitions import Transitions
 from dlrover_py.protocol.errors import ExitCode
 from dlrover_py.protocol.names import SERVER_PREFIX, NodeId
@@ -20,6 +25,16 @@ from dlrover_py.protocol.status import JobPhase, NodePhase
 
 LEAVE_S = 600.0
 """Seconds that a server has to give its rows away."""
+
+
+@dataclass(slots=True)
+class _PendingServer:
+    """What is known of a server that has not run yet."""
+
+    avoid: tuple[str, ...]
+    """The hosts on which it must not be placed."""
+    pending_since: float = math.inf
+    """Since when it has no place; infinite if it has one, or if that is not known."""
 
 
 def runs(seen: NodeSeen) -> bool:
@@ -33,9 +48,9 @@ class Servers:
     In a job without the role ``ps``, nothing happens here.
     """
 
-    def __init__(self, context: CoreContext, transitions: Transitions) -> None:
+    def __init__(self, context: CoreContext, transitions: Transitions, capacity: Capacity) -> None:
         self.state, self.live, self.log = context.state, context.live, context.log
-        self._transitions = transitions
+        self._transitions, self._capacity = transitions, capacity
         self._told: ServersPresent | None = None
         """What the coordinator was told last."""
         self._lost_at = self.live.now
@@ -44,6 +59,12 @@ class Servers:
         """The servers that this master has requested, and that were not seen yet."""
         self._asked: dict[NodeId, float] = {}
         """The grace, in seconds, of each server whose end this master has requested."""
+        self._starting: dict[NodeId, _PendingServer] = {}
+        """The servers that this master has requested, and that have not run yet."""
+        self._failed_starts = 0
+        """Servers in a row that have ended before they ran."""
+        self._not_before: list[float] = []
+        """The earliest time of the replacement of each of them that is not replaced yet."""
 
     def node_seen(self, seen: NodeSeen) -> None:
         """Take in that a server exists. One that nobody knows is deleted, its id is not used."""
@@ -57,6 +78,11 @@ class Servers:
         if seen.exists:
             self._requested.discard(seen.node)
         self.live.servers[seen.node] = seen
+        if runs(seen) and self._starting.pop(seen.node, None) is not None:
+            self._failed_starts = 0
+        elif seen.node in self._starting:
+            start = self._starting[seen.node]
+            start.pending_since = math.inf if seen.near else min(start.pending_since, self.live.now)
         why = seen.leaving or ("its host does not answer" if seen.cut_off else "")
         if why and not record.nodes[seen.node]:
             self._leave(seen.node, why)
@@ -90,6 +116,12 @@ class Servers:
         record, spec = self.state.servers, self.live.spec.servers
         if ended.node not in record.nodes:
             return
+        if ended.refused_by:
+            self.live.hosts.strike(ended.refused_by, self.live.now, self.live.wall)
+        if self._starting.pop(ended.node, None) is not None and not record.nodes[ended.node]:
+            self._failed_starts += 1
+            delay_s = relaunch_delay(0, self._failed_starts)
+            self._not_before.append(self.live.now + delay_s)
         leaving = record.nodes[ended.node] or (ended.why if ended.free else "")
         if leaving or self._rests or spec is None:
             killed = bool(ended.exit_code) and not self._rests
@@ -124,6 +156,7 @@ class Servers:
         wanted = 0 if spec is None else spec.size
         if not self._rests:
             self._forgive()
+            self._readmit_hosts()
             staying = [node for node, leaving in record.nodes.items() if not leaving]
             for node in staying[wanted:]:
                 self._leave(node, "the role ps has fewer replicas now")
@@ -134,13 +167,7 @@ class Servers:
             for node, leaving in record.nodes.items():
                 if leaving and node not in self._asked and (takes or not wanted):
                     self._end(node, LEAVE_S)
-            for _ in range(wanted - len(staying)):
-                node = NodeId(f"{SERVER_PREFIX}{record.next}")
-                record.next += 1
-                record.nodes[node] = ""
-                self.state.changed()
-                self._requested.add(node)
-                self.live.emit(CreateNode(node))
+            self._create(wanted - len(staying))
         elif all(node.phase is NodePhase.GONE for node in self.live.nodes):
             for node, leaving in record.nodes.items():
                 if self._asked.get(node) == 0.0:
@@ -148,10 +175,47 @@ class Servers:
                 record.nodes[node] = leaving or "the workers have ended"
                 self.state.changed()
                 self._end(node, 0.0)
-        present = ServersPresent(frozenset(record.nodes), wanted)
+        present = ServersPresent(frozenset(record.nodes), wanted, self.state.phase.ended)
         if present != self._told:
             self._told = present
             self.live.emit(present)
+
+    def _create(self, missing: int) -> None:
+        """Request missing servers, but later those whose last ones have never run."""
+        record = self.state.servers
+        later = [at for at in self._not_before if at > self.live.now][: max(0, missing)]
+        self._not_before = later
+        self.live.wake(*later)
+        avoid = self._capacity.avoided_hosts()
+        for _ in range(missing - len(later)):
+            node = NodeId(f"{SERVER_PREFIX}{record.next}")
+            record.next += 1
+            record.nodes[node] = ""
+            self.state.changed()
+            self._requested.add(node)
+            self._starting[node] = _PendingServer(avoid)
+            self.live.emit(CreateNode(node, avoid))
+
+    def _readmit_hosts(self) -> None:
+        """Replace servers that only banned hosts have room for, as the job does with its nodes."""
+        for node, start in list(self._starting.items()):
+            if not start.avoid or start.pending_since == math.inf:
+                continue
+            until = start.pending_since + NO_ROOM_S
+            if self.live.now >= until:
+                self._capacity.readmit(start.avoid)
+            elif set(start.avoid) <= set(self._capacity.avoided_hosts()):
+                self.live.wake(until, self.live.hosts.next_end(self.live.now))
+                continue
+            message = (
+                f"server {node} can only be placed on hosts that are excluded after a failure, so "
+                "these are allowed again"
+            )
+            self.log.record(EventReason.HOSTS_READMITTED, message, node=node)
+            del self._starting[node]
+            self.state.servers.nodes[node] = message
+            self.state.changed()
+            self._end(node, 0.0)
 
     @property
     def _rests(self) -> bool:
@@ -171,6 +235,7 @@ class Servers:
     def _gone(self, node: NodeId, message: str, *, lost: bool = False) -> int:
         del self.state.servers.nodes[node]
         self._requested.discard(node)
+        self._starting.pop(node, None)
         self._asked.pop(node, None)
         self.live.servers.pop(node, None)
         self.state.changed()

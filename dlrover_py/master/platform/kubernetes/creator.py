@@ -192,7 +192,7 @@ class PodCreator:
             except AlreadyExistsError:
                 return await self._check_existing_pod(node)
             except (ConfigError, InvalidError, ForbiddenError) as error:
-                problem = problem_of(job, error)
+                problem = problem_of(job, error, node)
                 if problem.type != ConditionType.PERMISSION_DENIED:
                     self._rights.note_not_denied(CREATION)
                 elif self._rights.may_be_temporary(CREATION):
@@ -201,7 +201,7 @@ class PodCreator:
             except NotFoundError as error:  # the namespace
                 return PodProblem(ConditionType.PODS_FORBIDDEN, str(error))
         self._rights.note_not_denied(CREATION)
-        self._trial.passed(job)
+        self._trial.passed(job, node)
         log.info("pod_created", extra={"node": node, "pod": made["metadata"]["name"]})
         if not self._deleting_old and sum(p.done for p in self._table.pods.values()) > ENDED_KEPT:
             self._deleting_old = True

@@ -188,7 +188,7 @@ def _spread(spec: Obj, job: str) -> None:
     affinity.setdefault("podAntiAffinity", {key: [{"weight": 100, "podAffinityTerm": term}]})
 
 
-def refusal(job: ElasticJob, message: str) -> str:
+def refusal(job: ElasticJob, message: str, node: NodeId) -> str:
     """Return why the API server refuses a Pod, with the template's own paths where they are known.
 
     The message is returned unchanged if it names no unknown field, or one that the template check
@@ -197,9 +197,11 @@ def refusal(job: ElasticJob, message: str) -> str:
     Args:
         job: The job whose template the Pod was made from.
         message: The message of the server, which names unknown fields by their paths in the Pod.
+        node: The node of the Pod.
     """
+    role = job.servers if is_server(node) else job.worker
     named = {path.rpartition(".")[2] for path in _UNKNOWN.findall(message)}
-    known = {fault.name: fault for fault in job.worker.faults() if fault.unknown}
+    known = {fault.name: fault for fault in (role.faults() if role else ()) if fault.unknown}
     if named and named <= known.keys():
         return in_lines([known[name] for name in sorted(named)])
     return message
