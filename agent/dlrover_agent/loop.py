@@ -136,6 +136,8 @@ class Agent:
         self._taken_up_at = 0.0
         self._ending_since: float | None = None
         self._nested_launcher = ""
+        self._storing_alone: asyncio.Timeout | None = None
+        """Limit of a write without a master; None if none is under way."""
         self._new_assignment = asyncio.Event()
         self._delayed_report: asyncio.TimerHandle | None = None
         """Timer of a report that waits for the start of the workers."""
@@ -314,9 +316,10 @@ class Agent:
 
         The grace period is that of the final assignment, and begins when the agent was asked to
         end. The ``stay_until_stored`` field of this assignment decides whether the agent waits. The
-        assignment itself is awaited for ``LAST_REPORT_S``, or for ``UNWRITTEN_S``; without it, the
-        method returns. It returns immediately if the memory was never used. A warning says which
-        step was not stored.
+        assignment itself is awaited for ``LAST_REPORT_S``, or for ``UNWRITTEN_S``. Without it, the
+        node stores what it has by itself if no platform restarts the master. After a signal this
+        takes at most the grace period. The method returns immediately if the memory was never used.
+        A warning says which step was not stored.
         """
         if not self._saver.in_use:
             return
@@ -336,7 +339,24 @@ class Agent:
                 async with asyncio.timeout_at(deadline_start + newest.stop_grace_s):
                     while newest is not None and newest.stay_until_stored:
                         newest = await self._next_assignment()
+        elif (
+            newest is not None
+            and newest.directive is not Directive.STOP
+            and self._settings.own_master
+        ):
+            await self._store_without_master()
         self._saver.warn_of_unwritten()
+
+    async def _store_without_master(self) -> None:
+        """Have this node store its newest state by itself; a signal limits that to its grace."""
+        end_at = None
+        if self._core.leaving and self._ending_since is not None:
+            end_at = self._ending_since + self._command.shutdown_s
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(end_at) as self._storing_alone:
+                core = self._core
+                await self._saver.store_without_master(core.follows, core.have[0])
+        self._storing_alone = None
 
     async def _tick(self) -> None:
         """Post a :class:`Tick` periodically until cancelled, at random times of ``tick_s`` at most.
@@ -604,6 +624,9 @@ class Agent:
 
     def _on_signal(self, number: int) -> None:
         self._workers.stop_waiting_for_console()
+        if self._storing_alone is not None and self._storing_alone.when() is None:
+            now = asyncio.get_running_loop().time()
+            self._storing_alone.reschedule(now + self._command.shutdown_s)
         self.post(Signalled(signal.Signals(number).name, number))
 
     def _read_lifeline(self) -> None:

@@ -745,6 +745,9 @@ class Assignment(Wire):
     loss of one node must not cost."""
     persist: PersistRequest | None = None
     """The checkpoint that this node must write to storage; None if there is none."""
+    common_shard_group: Line = ""
+    """The shard group that every rank has, so that one node alone can store the whole state if the
+    master is lost; empty if ranks have different ones, or if that is not known."""
     snapshot: Count = 0
     """The number of the newest snapshot of all ranks that was requested; 0 if there was none. The
     agent takes it and sends a ``NodeSnapshot``."""

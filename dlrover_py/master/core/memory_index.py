@@ -136,6 +136,13 @@ class MemoryIndex:
         parts = self._timelines[key.timeline_key].all_parts()
         return bool(parts) and len(one.full) == len(parts) and one.full.keys() == parts
 
+    def shard_groups(self, key: CheckpointId) -> frozenset[str]:
+        """Return the shard groups of all ranks in the timeline of a checkpoint in the index.
+
+        It is empty while some rank has reported none.
+        """
+        return self._timelines[key.timeline_key].all_parts()
+
     def is_only_holder(self, node: NodeId, key: CheckpointId) -> bool:
         """Return whether a shard group of this checkpoint is in the memory of this node alone."""
         one = self.checkpoints.get(key)
