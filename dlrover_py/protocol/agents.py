@@ -155,6 +155,24 @@ class FailureCause(StatusMessage):
     advice: Words
     """What to do."""
 
+    @classmethod
+    def ended_early(cls, ranks: Sequence[int], told: str) -> Self:
+        """Return the cause of a lost connection after other ranks had ended with exit code 0.
+
+        Args:
+            ranks: These ranks, at least one.
+            told: The text of the lost connection.
+        """
+        names = ", ".join(map(str, sorted(ranks)[:5])) + (", …" if len(ranks) > 5 else "")
+        names = f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
+        return cls(
+            failure_class=FailureClass.CODE,
+            confidence=Confidence.LIKELY,
+            evidence=f"{names} had ended with exit code 0 while others waited for it: {told}",
+            advice=f"Look why {names} ended before the others: all ranks must call the same "
+            "collectives until the end, also where one has no data left or calls sys.exit(0).",
+        )
+
     @property
     def line(self) -> str:
         """The cause in one line, such as ``storage (sure): Free space on the disk.``."""
