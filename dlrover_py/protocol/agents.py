@@ -253,8 +253,8 @@ class Progress(StatusMessage):
     first_step_after_s: Annotated[float, Field(ge=0)]
     """Seconds from the start of the round on this node to that first step."""
     steps_per_s: Annotated[float, Field(ge=0)] = 0.0
-    """Steps per second: a moving mean over about ten reports of this round; 0 before the second
-    report."""
+    """Steps per second: the mean over the last ten reports of this round, and over ten seconds at
+    least; 0 before the second report."""
     metrics: dict[Annotated[str, StringConstraints(max_length=64)], float] = Field(
         default_factory=dict, max_length=32
     )
