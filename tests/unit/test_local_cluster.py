@@ -2,14 +2,16 @@
 
 import json
 import os
+import socket
 from pathlib import Path
 
 import pytest
 
+from dlrover_py.cli.local_jobs import RunningJob
 from dlrover_py.cli.settings import Settings
 from dlrover_py.cli.shared import SharedCluster
 from dlrover_py.localcluster.cluster import OUTPUT_TAIL, JobPaths, LocalCluster, _tail
-from dlrover_py.protocol.errors import ConfigError, DLRoverError, FileLimitError
+from dlrover_py.protocol.errors import ConfigError, DLRoverError, FileLimitError, UnreachableError
 from tests.builders import elastic_job
 from tests.limits import open_files, room_for
 
@@ -44,6 +46,19 @@ def test_a_socket_that_cannot_be_made_is_told(tmp_path: Path) -> None:
         prepared(tmp_path, "x" * 120)
     assert not (tmp_path / "run" / ("x" * 120)).exists()
     assert not (tmp_path / "state" / ("x" * 120)).exists(), "it would be listed as a killed run"
+
+
+def test_a_request_without_an_answer_is_told_as_one_that_may_follow_later(tmp_path: Path) -> None:
+    """A process that is stopped does not answer, and finds the request when it goes on."""
+    path = tmp_path / "cluster.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen(8)
+        with pytest.raises(UnreachableError) as told:
+            RunningJob("job", path, None, call_s=0.2).request("/v1/stop")
+    message = str(told.value)
+    assert f"its `dlrover job run` (process {os.getpid()}) is blocked or very busy" in message
+    assert "carried out as soon as that process goes on" in message
 
 
 def test_of_a_line_that_the_tail_cuts_nothing_is_told(tmp_path: Path) -> None:
