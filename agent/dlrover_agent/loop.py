@@ -399,6 +399,7 @@ class Agent:
                         self._master.urge()
                 if self._ending_since is None and self._is_end(event):
                     self._ending_since = now
+                    self._workers.warm.agent_ends()
                 if isinstance(event, WorkerEnded) and event.failure is not None:
                     self._restarts.broken(now)
                 for effect in effects:

@@ -337,6 +337,8 @@ class WarmPool:
         """The thread that exchanges messages with zygotes, one request after the other."""
         self._losses = 0
         """Number of zygotes that were lost in sequence while they were built."""
+        self._ending = False
+        """Whether the agent ends, so that no zygote is built any more."""
         self._last_refusal = ""
         """The last reason for which a zygote refused to fork."""
 
@@ -489,9 +491,9 @@ class WarmPool:
     def _build_soon(self) -> None:
         """Begin to build a zygote in a task, or have the present build use the new recipe.
 
-        The method does nothing while warm starts are disabled.
+        The method does nothing while warm starts are disabled, and once the agent ends.
         """
-        if self.disabled_reason:
+        if self.disabled_reason or self._ending:
             return
         if self.building:
             self._rebuild = True
@@ -529,6 +531,8 @@ class WarmPool:
             try:
                 candidate = await self._build_candidate(self.recipe.without(self._excluded_modules))
             except _ZygoteLostError as lost:
+                if self._ending:
+                    return  # it is no fault of the recipe
                 fitness = ZygoteFitness(str(lost))
                 if self._losses == len(self._timing.retry_pauses_s):
                     break
@@ -778,8 +782,12 @@ class WarmPool:
         return children or None
 
     def _discard_zygote(self, why: str) -> None:
-        """Log that the zygote is lost, kill it, and begin to build a new one from the recipe."""
-        log.warning("zygote_lost", extra={"why": why, "then": "cold start; it is built again"})
+        """Log that the zygote is lost, kill it, and begin to build a new one from the recipe.
+
+        Nothing is logged or built once the agent ends: then zygotes end with all other processes.
+        """
+        if not self._ending:
+            log.warning("zygote_lost", extra={"why": why, "then": "cold start; it is built again"})
         if self._zygote is not None:
             self._kill_zygote(self._zygote)
             self._zygote = None
@@ -838,6 +846,10 @@ class WarmPool:
                 self._kill_zygote(self._zygote)
                 self._zygote = None
             self._on_change()
+
+    def agent_ends(self) -> None:
+        """Build no zygote any more, because the agent ends and starts no workers."""
+        self._ending = True
 
     async def close(self) -> None:
         """End the zygote, the observation of workers and a build that is under way.
