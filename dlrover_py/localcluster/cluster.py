@@ -551,6 +551,22 @@ class LocalCluster:
         self.changed.set()
         return fresh
 
+    @property
+    def host_shortage(self) -> str:
+        """What to say if the job wants more nodes than there are hosts; empty if it does not."""
+        job, hosts = self.job, len(self.hosts)
+        wanted = job.worker.replicas + job.worker.standby_replicas
+        wanted += job.servers.size if job.servers is not None else 0
+        if wanted <= hosts:
+            return ""
+        missing = wanted - hosts
+        are = "is" if hosts == 1 else "are"
+        return (
+            f", but there {are} only {counted(hosts, 'host')}: {counted(missing, 'node')} "
+            f"{'waits' if missing == 1 else 'wait'} for one; `dlrover node add --count {missing} "
+            f"--job {job.metadata.name}` adds hosts"
+        )
+
     async def inject_fault(self, node_id: NodeId, verb: Verb) -> str:
         """Inject a fault into a node, or thaw or drain it; return what was done.
 
@@ -919,12 +935,13 @@ def api(cluster: LocalCluster) -> FastAPI:
     async def scale(replicas: int, role: str = names.ROLE_WORKER) -> Response:
         cluster.replace_job(cluster.job.scaled(replicas, role))
         size = scaled_to(replicas, role)
-        return done(f"{cluster.job.metadata.name} is scaled to {size}")
+        return done(f"{cluster.job.metadata.name} is scaled to {size}{cluster.host_shortage}")
 
     @app.post("/v1/suspend")
     async def suspend(on: bool) -> Response:
         cluster.replace_job(cluster.job.suspended(on))
-        return done(f"{cluster.job.metadata.name} is {'suspended' if on else 'resumed'}")
+        done_so = "suspended" if on else f"resumed{cluster.host_shortage}"
+        return done(f"{cluster.job.metadata.name} is {done_so}")
 
     @app.post("/v1/restart")
     async def restart(at: str, rolling: bool) -> Response:

@@ -61,6 +61,19 @@ def test_a_request_without_an_answer_is_told_as_one_that_may_follow_later(tmp_pa
     assert "carried out as soon as that process goes on" in message
 
 
+def test_a_size_for_which_there_are_too_few_hosts_is_told(tmp_path: Path) -> None:
+    cluster = prepared(tmp_path)
+    try:
+        assert cluster.host_shortage == ""
+        cluster.replace_job(elastic_job(50, 1))
+        assert cluster.host_shortage == (
+            ", but there is only 1 host: 49 nodes wait for one; "
+            "`dlrover node add --count 49 --job x` adds hosts"
+        )
+    finally:
+        cluster.close()
+
+
 def test_of_a_line_that_the_tail_cuts_nothing_is_told(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text(json.dumps({"event": "x" * OUTPUT_TAIL}) + "\nTraceback\nKeyError: 'lr'\n")
