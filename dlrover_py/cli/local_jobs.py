@@ -54,6 +54,10 @@ class JobNotFoundError(ConfigError):
         self.several = several
 
 
+class JobUnreachableError(ConfigError):
+    """A job runs on this machine, but no command reaches it."""
+
+
 def find_to_read(settings: Settings, name: str | None) -> "RunningJob | EndedJob":
     """Return the running job with this name, or else its last run.
 
@@ -61,11 +65,13 @@ def find_to_read(settings: Settings, name: str | None) -> "RunningJob | EndedJob
 
     Raises:
         JobNotFoundError: there is no such job, or several jobs match.
+        JobUnreachableError: it runs, but its runtime folder was removed.
         ConfigError: another user could have made the content of a folder.
     """
     present = running(settings)
     if name in present or (name is None and present):
         return _select(present, name)
+    _refuse_unreachable(settings, name)
     if folder := runs.newest(settings.state_folder, name):
         return EndedJob(folder)
     if name is None:
@@ -82,9 +88,37 @@ def find_to_change(settings: Settings, name: str | None) -> "RunningJob":
 
     Raises:
         JobNotFoundError: there is no such job, or several jobs match.
+        JobUnreachableError: it runs, but its runtime folder was removed.
         ConfigError: another user could have made the content of a folder.
     """
-    return _select(running(settings), name)
+    present = running(settings)
+    if name not in present and (name is not None or not present):
+        _refuse_unreachable(settings, name)
+    return _select(present, name)
+
+
+def _refuse_unreachable(settings: Settings, name: str | None) -> None:
+    """Refuse a job that runs, but whose runtime folder was removed.
+
+    Args:
+        settings: settings of this command.
+        name: name of the job; None for any job.
+
+    Raises:
+        JobUnreachableError: there is such a job.
+    """
+    root = settings.state_folder
+    for run in root.glob(f"{name or '*'}@*") if root is not None else ():
+        with contextlib.suppress(OSError):
+            folder = (run / names.RUNTIME_LINK).readlink()
+            if not (folder / names.CLUSTER_SOCKET).exists() and runs.goes_on(run):
+                raise JobUnreachableError(
+                    f"{folder.name} runs, but no command reaches it: its folder {folder} was "
+                    "removed, perhaps by a cleaner of temporary files. The job makes it again "
+                    f"within seconds, so try again. If that does not help, {run}/logs/"
+                    "cluster.log says why, and Ctrl-C or SIGTERM at `dlrover job run` stops the "
+                    "job. DLROVER_RUNTIME_DIR can name a folder that is not cleaned"
+                )
 
 
 def _select(present: "dict[str, RunningJob]", name: str | None) -> "RunningJob":

@@ -36,6 +36,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import ValidationError
 
 from dlrover_py.checkpoint.shm import POOL_PREFIX
+from dlrover_py.localcluster.runtime_folder import RuntimeFolder, listen_at, lock
 from dlrover_py.net.http_server import no_such_path
 from dlrover_py.net.liveness import ProbeTiming, RestartPause, supervise
 from dlrover_py.process.blocking import (
@@ -46,7 +47,7 @@ from dlrover_py.process.blocking import (
 )
 from dlrover_py.process.children import end, wake
 from dlrover_py.process.identity import ended, marked, signal_all
-from dlrover_py.process.ownership import RUNTIME_HINT, STATE_HINT, is_own, open_own
+from dlrover_py.process.ownership import STATE_HINT, is_own
 from dlrover_py.protocol import names
 from dlrover_py.protocol.agents import ErrorReply
 from dlrover_py.protocol.autoscale import NodeAllocation
@@ -104,6 +105,8 @@ class ClusterTiming:
     read_timeout_s: float = 10.0
     """Limit of a search through ``/proc``, where a process that hangs may block the reader, and of
     reading a small file."""
+    reachable_s: float = 3.0
+    """Time between two looks whether the runtime folder is still there."""
     probes: ProbeTiming = field(default_factory=ProbeTiming)
     """The times by which the master is probed and restarted."""
 
@@ -217,6 +220,7 @@ class LocalCluster:
     paths: JobPaths
     workdir: Path
     environ: dict[str, str]
+    folder: RuntimeFolder
     hosts: list[str]
     timing: ClusterTiming = field(default_factory=ClusterTiming)
     nodes: dict[NodeId, _NodeProcess] = field(default_factory=dict)
@@ -237,8 +241,8 @@ class LocalCluster:
     _room: WatchEvent | None = None
     """The number of free hosts that was published last."""
     _watchers: set["asyncio.Queue[WatchEvent]"] = field(default_factory=set)
-    _listener: socket.socket | None = None
-    """Listening socket of the API."""
+    _listeners: list[socket.socket] = field(default_factory=list)
+    """Listening sockets of the API: one for each time that its path was made."""
     _sockets: tuple[socket.socket, ...] | None = None
     """Listening sockets of the master: for agents, health checks, and a parameter server if the job
     has one. They outlive a master."""
@@ -246,8 +250,6 @@ class LocalCluster:
     """Read end and write end of a pipe. Each process inherits the read end, which reports
     end-of-file when this process ends.
     """
-    _job_lock: int = -1
-    """File descriptor of the lock on the job's name."""
     _run_lock: int = -1
     """File descriptor of the lock on the state folder. ``dlrover job rm`` leaves a locked folder
     alone.
@@ -290,7 +292,7 @@ class LocalCluster:
             FileLimitError: the limit of open files leaves none for the sockets and the pipe.
         """
         try:
-            lock = _lock(paths.runtime)
+            folder = RuntimeFolder(paths.runtime, lock(paths.runtime))
         except BlockingIOError as error:
             raise ConfigError(
                 f"a job named {job.metadata.name} runs already (its folder is {paths.runtime}); "
@@ -298,20 +300,20 @@ class LocalCluster:
             ) from error
         except OSError as error:
             raise ConfigError(f"{error.filename or paths.runtime}: {error.strerror}") from error
-        cluster = cls(job, paths, workdir, environ, [], timing or ClusterTiming())
-        cluster._job_lock = lock
+        cluster = cls(job, paths, workdir, environ, folder, [], timing or ClusterTiming())
         try:
             shutil.rmtree(paths.runtime, ignore_errors=True)  # left by a run that was killed
             paths.runtime.mkdir(mode=0o700)
-            for folder in (paths.state.parent, paths.state):  # private: tracebacks can hold secrets
-                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-                is_own(folder, shared=True, hint=STATE_HINT)
+            for place in (paths.state.parent, paths.state):  # private: tracebacks can hold secrets
+                place.mkdir(parents=True, exist_ok=True, mode=0o700)
+                is_own(place, shared=True, hint=STATE_HINT)
             cluster._run_lock = _run_lock(paths.state)
             (paths.state / names.RUNTIME_LINK).symlink_to(paths.runtime.absolute())
             paths.logs.mkdir(exist_ok=True)
             paths.token.touch(mode=0o600)
             paths.token.write_text(secrets.token_urlsafe(24))
-            cluster._listener, cluster._sockets, cluster._lifeline = _endpoints(paths.socket, job)
+            listener, cluster._sockets, cluster._lifeline = _endpoints(paths.socket, job)
+            cluster._listeners.append(listener)
             _keep_job(paths, job)
         except (OSError, DLRoverError) as error:
             if cluster._run_lock >= 0:  # the folder is this user's
@@ -328,8 +330,33 @@ class LocalCluster:
 
     def listener(self) -> socket.socket:
         """Return the listening socket of the API."""
-        assert self._listener is not None
-        return self._listener
+        return self._listeners[0]
+
+    async def keep_reachable(self, serve: Callable[[socket.socket], None]) -> None:
+        """Make the runtime folder again whenever it was removed, until it is canceled.
+
+        Args:
+            serve: begins to serve the API on a new listening socket as well.
+        """
+        told, pause_s = "", 0.0
+        while True:
+            await asyncio.sleep(pause_s)
+            pause_s = self.timing.reachable_s
+            try:
+                fresh = await self._disk.run(
+                    self.folder.restore, self.timing.read_timeout_s, discard=_close_if_open
+                )
+            except (OSError, DLRoverError) as error:
+                if told != (told := str(error)):
+                    then = "commands may not reach the job: see the reason"
+                    log.warning("runtime_folder_lost", extra={"why": told, "then": then})
+                continue
+            if fresh is not None:
+                self._listeners.append(fresh)
+                serve(fresh)
+                why = f"{self.paths.runtime} was removed, perhaps by a cleaner of temporary files"
+                then = "it is there again; DLROVER_RUNTIME_DIR can name one that is not cleaned"
+                log.warning("runtime_folder_made_again", extra={"why": why, "then": then})
 
     @property
     def master_addr(self) -> str:
@@ -453,15 +480,12 @@ class LocalCluster:
 
         No process is ended here, and errors are ignored. It must be called only once.
         """
-        for sock in (self._listener, *(self._sockets or ())):
-            if sock is not None:
-                sock.close()
+        for sock in (*self._listeners, *(self._sockets or ())):
+            sock.close()
         for fd in (*self._lifeline, self._run_lock):  # first: the removal needs a free descriptor
             with contextlib.suppress(OSError):
                 os.close(fd)
-        shutil.rmtree(self.paths.runtime, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            os.close(self._job_lock)
+        self.folder.remove()
 
     # --- Requests of the master ---
 
@@ -1050,31 +1074,6 @@ def _last_status(job: ElasticJob, before: JobStatus | None, failure: str) -> Job
     )
 
 
-def _lock(folder: Path) -> int:
-    """Lock a runtime folder for this process; return the descriptor of the lock, without waiting.
-
-    The folder may remain from a process that was killed. The lock is a file beside it, which stays.
-
-    Raises:
-        BlockingIOError: another process holds the lock.
-        ConfigError: another user could change the lock file or the folder in which it is.
-        OSError: the lock file cannot be made or locked.
-    """
-    folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    # Another user may have made it before: its name in /tmp is predictable.
-    root = open_own(folder.parent, os.O_DIRECTORY, links=True, hint=RUNTIME_HINT)
-    try:
-        lock = open_own(folder.with_suffix(".lock").name, os.O_RDWR | os.O_CREAT, at=root)
-    finally:
-        os.close(root)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        raise
-    return lock
-
-
 def _run_lock(folder: Path) -> int:
     """Lock the state folder of a run for as long as the returned descriptor is open.
 
@@ -1151,12 +1150,8 @@ def _endpoints(
             lifeline = os.pipe()
             for fd in lifeline:
                 opened.callback(os.close, fd)
-            listener = opened.enter_context(socket.socket(socket.AF_UNIX))
             what, hint = str(path), "; DLROVER_RUNTIME_DIR can name another folder"
-            fresh = path.with_suffix(".fresh")
-            listener.bind(str(fresh))
-            listener.listen(128)
-            fresh.rename(path)  # once the name exists, connections succeed
+            listener = listen_at(path)
             opened.pop_all()
     except OSError as error:
         if error.errno == errno.EMFILE:
@@ -1225,6 +1220,12 @@ def _spawn(
             pass_fds=keep,
             start_new_session=True,
         )
+
+
+def _close_if_open(listener: socket.socket | None) -> None:
+    """Close a socket for which nobody waits any more."""
+    if listener is not None:
+        listener.close()
 
 
 def _signal(process: "subprocess.Popen[bytes] | None", number: int) -> None:
