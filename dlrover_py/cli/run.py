@@ -297,7 +297,7 @@ async def _run(
         servers.append(http_server.server(api(cluster)))
         more.append(asyncio.create_task(servers[-1].serve([listener])))
 
-    more.append(asyncio.create_task(cluster.keep_reachable(serve)))
+    more.append(asyncio.create_task(cluster.folder.keep(serve)))
     master = asyncio.create_task(cluster.run_master())
     showing = asyncio.create_task(display.show())
     viewed = asyncio.create_task(pages.serve()) if pages is not None else None

@@ -105,8 +105,6 @@ class ClusterTiming:
     read_timeout_s: float = 10.0
     """Limit of a search through ``/proc``, where a process that hangs may block the reader, and of
     reading a small file."""
-    reachable_s: float = 3.0
-    """Time between two looks whether the runtime folder is still there."""
     probes: ProbeTiming = field(default_factory=ProbeTiming)
     """The times by which the master is probed and restarted."""
 
@@ -241,8 +239,8 @@ class LocalCluster:
     _room: WatchEvent | None = None
     """The number of free hosts that was published last."""
     _watchers: set["asyncio.Queue[WatchEvent]"] = field(default_factory=set)
-    _listeners: list[socket.socket] = field(default_factory=list)
-    """Listening sockets of the API: one for each time that its path was made."""
+    _listener: socket.socket | None = None
+    """Listening socket of the API."""
     _sockets: tuple[socket.socket, ...] | None = None
     """Listening sockets of the master: for agents, health checks, and a parameter server if the job
     has one. They outlive a master."""
@@ -312,8 +310,7 @@ class LocalCluster:
             paths.logs.mkdir(exist_ok=True)
             paths.token.touch(mode=0o600)
             paths.token.write_text(secrets.token_urlsafe(24))
-            listener, cluster._sockets, cluster._lifeline = _endpoints(paths.socket, job)
-            cluster._listeners.append(listener)
+            cluster._listener, cluster._sockets, cluster._lifeline = _endpoints(paths.socket, job)
             _keep_job(paths, job)
         except (OSError, DLRoverError) as error:
             if cluster._run_lock >= 0:  # the folder is this user's
@@ -330,33 +327,8 @@ class LocalCluster:
 
     def listener(self) -> socket.socket:
         """Return the listening socket of the API."""
-        return self._listeners[0]
-
-    async def keep_reachable(self, serve: Callable[[socket.socket], None]) -> None:
-        """Make the runtime folder again whenever it was removed, until it is canceled.
-
-        Args:
-            serve: begins to serve the API on a new listening socket as well.
-        """
-        told, pause_s = "", 0.0
-        while True:
-            await asyncio.sleep(pause_s)
-            pause_s = self.timing.reachable_s
-            try:
-                fresh = await self._disk.run(
-                    self.folder.restore, self.timing.read_timeout_s, discard=_close_if_open
-                )
-            except (OSError, DLRoverError) as error:
-                if told != (told := str(error)):
-                    then = "commands may not reach the job: see the reason"
-                    log.warning("runtime_folder_lost", extra={"why": told, "then": then})
-                continue
-            if fresh is not None:
-                self._listeners.append(fresh)
-                serve(fresh)
-                why = f"{self.paths.runtime} was removed, perhaps by a cleaner of temporary files"
-                then = "it is there again; DLROVER_RUNTIME_DIR can name one that is not cleaned"
-                log.warning("runtime_folder_made_again", extra={"why": why, "then": then})
+        assert self._listener is not None
+        return self._listener
 
     @property
     def master_addr(self) -> str:
@@ -480,8 +452,9 @@ class LocalCluster:
 
         No process is ended here, and errors are ignored. It must be called only once.
         """
-        for sock in (*self._listeners, *(self._sockets or ())):
-            sock.close()
+        for sock in (self._listener, *(self._sockets or ())):
+            if sock is not None:
+                sock.close()
         for fd in (*self._lifeline, self._run_lock):  # first: the removal needs a free descriptor
             with contextlib.suppress(OSError):
                 os.close(fd)
@@ -574,22 +547,6 @@ class LocalCluster:
         self._schedule()
         self.changed.set()
         return fresh
-
-    @property
-    def host_shortage(self) -> str:
-        """What to say if the job wants more nodes than there are hosts; empty if it does not."""
-        job, hosts = self.job, len(self.hosts)
-        wanted = job.worker.replicas + job.worker.standby_replicas
-        wanted += job.servers.size if job.servers is not None else 0
-        if wanted <= hosts:
-            return ""
-        missing = wanted - hosts
-        are = "is" if hosts == 1 else "are"
-        return (
-            f", but there {are} only {counted(hosts, 'host')}: {counted(missing, 'node')} "
-            f"{'waits' if missing == 1 else 'wait'} for one; `dlrover node add --count {missing} "
-            f"--job {job.metadata.name}` adds hosts"
-        )
 
     async def inject_fault(self, node_id: NodeId, verb: Verb) -> str:
         """Inject a fault into a node, or thaw or drain it; return what was done.
@@ -958,13 +915,13 @@ def api(cluster: LocalCluster) -> FastAPI:
     @app.post("/v1/scale")
     async def scale(replicas: int, role: str = names.ROLE_WORKER) -> Response:
         cluster.replace_job(cluster.job.scaled(replicas, role))
-        size = scaled_to(replicas, role)
-        return done(f"{cluster.job.metadata.name} is scaled to {size}{cluster.host_shortage}")
+        lack = host_shortage(cluster.job, len(cluster.hosts))
+        return done(f"{cluster.job.metadata.name} is scaled to {scaled_to(replicas, role)}{lack}")
 
     @app.post("/v1/suspend")
     async def suspend(on: bool) -> Response:
         cluster.replace_job(cluster.job.suspended(on))
-        done_so = "suspended" if on else f"resumed{cluster.host_shortage}"
+        done_so = "suspended" if on else f"resumed{host_shortage(cluster.job, len(cluster.hosts))}"
         return done(f"{cluster.job.metadata.name} is {done_so}")
 
     @app.post("/v1/restart")
@@ -1174,6 +1131,20 @@ def _master_argv(
     return [*argv, "--lifeline-fd", str(lifeline_fd)]
 
 
+def host_shortage(job: ElasticJob, hosts: int) -> str:
+    """Return what to add to a sentence if a job wants more nodes than there are hosts, or ""."""
+    wanted = job.worker.replicas + job.worker.standby_replicas
+    wanted += job.servers.size if job.servers is not None else 0
+    if wanted <= hosts:
+        return ""
+    missing = wanted - hosts
+    return (
+        f", but there {'is' if hosts == 1 else 'are'} only {counted(hosts, 'host')}: "
+        f"{counted(missing, 'node')} {'waits' if missing == 1 else 'wait'} for one; "
+        f"`dlrover node add --count {missing} --job {job.metadata.name}` adds hosts"
+    )
+
+
 class NoProgramError(FileNotFoundError):
     """The program of a command does not exist: no node can start it."""
 
@@ -1220,12 +1191,6 @@ def _spawn(
             pass_fds=keep,
             start_new_session=True,
         )
-
-
-def _close_if_open(listener: socket.socket | None) -> None:
-    """Close a socket for which nobody waits any more."""
-    if listener is not None:
-        listener.close()
 
 
 def _signal(process: "subprocess.Popen[bytes] | None", number: int) -> None:

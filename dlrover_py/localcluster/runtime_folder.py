@@ -4,20 +4,27 @@ It lies below ``/tmp``, where cleaners remove what is old. Without its socket no
 job, and without its token no node can be started.
 """
 
+import asyncio
 import contextlib
 import fcntl
+import logging
 import os
 import shutil
 import socket
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dlrover_py.process.blocking import read_regular
+from dlrover_py.process.blocking import BackgroundThread, read_regular
 from dlrover_py.process.ownership import RUNTIME_HINT, is_own, open_own
 from dlrover_py.protocol import names
 from dlrover_py.protocol.errors import ConfigError, DLRoverError
 
+log = logging.getLogger("cluster")
+
+LOOK_S, RESTORE_S = 3.0, 10.0
+"""Seconds between two looks whether the folder is still there, and that one may take."""
 MAX_FILE_BYTES = 1 << 20
 """Bytes of the largest file that is written again."""
 
@@ -78,6 +85,8 @@ class RuntimeFolder:
     """Device and inode of its socket; None while it was not seen yet."""
     _guard: threading.Lock = field(default_factory=threading.Lock)
     """Held while the folder is looked at."""
+    _listeners: list[socket.socket] = field(default_factory=list)
+    """Sockets that listen at the path in the place of the first one."""
     _removed: bool = False
     """Whether the job has removed it."""
 
@@ -115,12 +124,38 @@ class RuntimeFolder:
             self._socket = found
             return fresh
 
+    async def keep(self, serve: Callable[[socket.socket], None]) -> None:
+        """Make the folder again whenever it was removed, until this is canceled.
+
+        Args:
+            serve: begins to serve the API on a new listening socket as well.
+        """
+        told, pause_s, disk = "", 0.0, BackgroundThread("runtime-folder")
+        while True:
+            await asyncio.sleep(pause_s)
+            pause_s = LOOK_S
+            try:
+                fresh = await disk.run(self.restore, RESTORE_S, discard=_close_if_open)
+            except (OSError, DLRoverError) as error:
+                if told != (told := str(error)):
+                    then = "commands may not reach the job: see the reason"
+                    log.warning("runtime_folder_lost", extra={"why": told, "then": then})
+                continue
+            if fresh is not None:
+                self._listeners.append(fresh)
+                serve(fresh)
+                why = f"{self.path} was removed, perhaps by a cleaner of temporary files"
+                then = "it is there again; DLROVER_RUNTIME_DIR can name one that is not cleaned"
+                log.warning("runtime_folder_made_again", extra={"why": why, "then": then})
+
     def remove(self) -> None:
         """Remove the folder for good, and release the lock on the name; errors are ignored."""
         held = self._guard.acquire(timeout=1.0)  # a disk that hangs holds it
         self._removed = True
         if held:
             self._guard.release()
+        for listener in self._listeners:
+            listener.close()
         with contextlib.suppress(OSError, DLRoverError):  # else it is another job's by now
             self._restore_lock()
             shutil.rmtree(self.path, ignore_errors=True)
@@ -157,3 +192,9 @@ class RuntimeFolder:
             found = os.lstat(self.path / names.CLUSTER_SOCKET)
             return found.st_dev, found.st_ino
         return None
+
+
+def _close_if_open(listener: socket.socket | None) -> None:
+    """Close a socket for which nobody waits any more."""
+    if listener is not None:
+        listener.close()

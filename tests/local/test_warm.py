@@ -71,16 +71,16 @@ async def test_a_zygote_that_ends_with_its_agent_is_not_built_again(
     node = Node(tmp_path, module, BuildTiming())
     with caplog.at_level(logging.INFO):
         if module:
-            node.warm.agent_ends()
+            node.warm.disabled_reason = "the agent ends"
             await node.until(lambda: not node.warm.building)
         else:
             await node.until(lambda: node.warm.ready)
-            node.warm.agent_ends()
+            node.warm.disabled_reason = "the agent ends"
             (zygote,) = node.children.sessions
             zygote.signal(signal.SIGKILL)
             await node.until(lambda: node.warm.child_ended() or not node.warm.ready)
     assert not node.warm.building
-    assert not node.warm.disabled_reason
+    assert node.warm.disabled_reason == "the agent ends"
     assert not [r for r in caplog.records if "again" in str(vars(r).get("then"))]
     await node.close()
 

@@ -18,7 +18,13 @@ from dlrover_py.cli.local_jobs import (
 )
 from dlrover_py.cli.settings import Settings
 from dlrover_py.cli.shared import SharedCluster
-from dlrover_py.localcluster.cluster import OUTPUT_TAIL, JobPaths, LocalCluster, _tail
+from dlrover_py.localcluster.cluster import (
+    OUTPUT_TAIL,
+    JobPaths,
+    LocalCluster,
+    _tail,
+    host_shortage,
+)
 from dlrover_py.protocol.errors import ConfigError, DLRoverError, FileLimitError, UnreachableError
 from tests.builders import elastic_job
 from tests.limits import open_files, room_for
@@ -129,17 +135,12 @@ def test_a_folder_that_another_job_has_taken_is_left_alone(tmp_path: Path) -> No
         second.close()
 
 
-def test_a_size_for_which_there_are_too_few_hosts_is_told(tmp_path: Path) -> None:
-    cluster = prepared(tmp_path)
-    try:
-        assert cluster.host_shortage == ""
-        cluster.replace_job(elastic_job(50, 1))
-        assert cluster.host_shortage == (
-            ", but there is only 1 host: 49 nodes wait for one; "
-            "`dlrover node add --count 49 --job x` adds hosts"
-        )
-    finally:
-        cluster.close()
+def test_a_size_for_which_there_are_too_few_hosts_is_told() -> None:
+    assert host_shortage(elastic_job(3), 3) == ""
+    assert host_shortage(elastic_job(50), 1) == (
+        ", but there is only 1 host: 49 nodes wait for one; "
+        "`dlrover node add --count 49 --job x` adds hosts"
+    )
 
 
 def test_of_a_line_that_the_tail_cuts_nothing_is_told(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ class Assignments:
             ),
             peer_checkpoint=copies,
             persist=self.live.checkpoints.persist_request(node.id, self.state.term),
-            common_shard_group=self.live.checkpoints.common_shard_group,
+            common_shard_group=self.live.checkpoints.memory.common_shard_group,
             stay_until_stored=directive is Directive.STOP and self.live.checkpoints.holds(node.id),
         )
         if old is not None and (old.round, old.directive) == (self.state.round, directive):

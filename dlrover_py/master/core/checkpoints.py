@@ -246,9 +246,6 @@ class Checkpoints:
         self.copies = Copies(self.memory)
         self.node_errors: dict[NodeId, str] = {}
         """Why a node's checkpoints are not as complete as they should be, in words."""
-        self.common_shard_group = ""
-        """The shard group that every rank has in the newest timeline in which all have reported
-        one; empty if ranks have different ones."""
         self._round = 0
         self._not_confirmed: set[NodeId] = set()
         """Members of the round whose memory may still be changed by workers of an earlier round."""
@@ -550,13 +547,8 @@ class Checkpoints:
 
     def _remember(self, node: NodeId, known: NodeHoldings, memory: list[MemoryCheckpoint]) -> None:
         """Replace the list of what a node holds; this may lead to a new attempt to store."""
-        self.memory.replace(node, known, memory)
-        newest = max((held.id for held in memory), default=None)
-        if newest is not None and (groups := self.memory.shard_groups(newest)):
-            common = next(iter(groups)) if len(groups) == 1 else ""
-            if common != self.common_shard_group:
-                self.common_shard_group = common
-                self._outcome.reassign.update(self.memory.nodes)
+        if self.memory.replace(node, known, memory):  # they have a different common shard group
+            self._outcome.reassign.update(self.memory.nodes)
         self.in_use |= bool(memory)
         self.storable |= any(held.persist for held in memory)
         self._needs_decision |= bool(self.memory.requested or self._flush)
@@ -690,9 +682,8 @@ class Checkpoints:
         self._outcome.journal_changed = True
         if (one := self.memory.checkpoints.get(run.id)) is not None:
             one.stored = True
-        where = ""
-        if self.stored is not None and self.stored.step == run.id.step:
-            where = f" in {self.stored.where}"
+        stored = self.stored
+        where = f" in {stored.where}" if stored and stored.step == run.id.step else ""
         message = f"the checkpoint of step {run.id.step} was stored{where}"
         self._outcome.note(EventReason.CHECKPOINT_STORED, message)
         self._outcome.reassign.update(run.ranks)
