@@ -78,7 +78,12 @@ async def test_a_zygote_that_ends_with_its_agent_is_not_built_again(
             node.warm.disabled_reason = "the agent ends"
             (zygote,) = node.children.sessions
             zygote.signal(signal.SIGKILL)
-            await node.until(lambda: node.warm.child_ended() or not node.warm.ready)
+
+            def reaped() -> bool:
+                node.warm.child_ended()
+                return not node.warm.ready
+
+            await node.until(reaped)
     assert not node.warm.building
     assert node.warm.disabled_reason == "the agent ends"
     assert not [r for r in caplog.records if "again" in str(vars(r).get("then"))]
