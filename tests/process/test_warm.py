@@ -216,11 +216,7 @@ def test_what_is_imported_later_is_told_to_nodes_that_join_as_well(
 NATIVE = """
 import atexit, gc
 VERSION = 1
-class Meta(type):
-    pass
-Meta.__module__ = "nanobind"
-class Bound(metaclass=Meta):
-    pass
+Bound = type("Meta", (type,), {"__module__": "nanobind"})("Bound", (), {})
 atexit.register(lambda: print("kept", gc.get_freeze_count(), flush=True))
 """
 
