@@ -8,6 +8,7 @@ the old round are gone before those of the next round start. A check runs test w
 of the script. The lease is the time without a report after which the master counts a node as lost.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -33,6 +34,8 @@ MEASURED: dict[str, Callable[[Iterable[float]], float]] = {
 The node's value is that of its slowest worker: the longest time or the lowest bandwidth."""
 EXCHANGE_OVERDUE_S = 5.0
 """Seconds after which an exchange without an answer has failed."""
+SPEED_REPORTS, SPEED_S = 11, 10.0
+"""New steps, and seconds, that the shown speed is the mean of at least, once they have passed."""
 AFTER_FAILURE_S = 5.0
 """Seconds that workers get to end after another worker of the node failed in the last step.
 
@@ -261,8 +264,9 @@ class Core:
     """Number of signals that the agent has received."""
     _round_taken_up_at: float = 0.0
     """When round ``follows`` was taken up."""
-    _stepped_at: float = 0.0
-    """When the step was last seen to grow."""
+    _steps_seen: deque[tuple[float, int]] = field(default_factory=deque)
+    """Times and numbers of the last new steps of round ``follows``, from which the speed follows.
+    """
     _master_missing_since: float | None = None
     """Since when the master has not answered or has been disconnected; None if all is well."""
     _master_disconnected: bool = False
@@ -486,21 +490,25 @@ class Core:
         """Update the progress, or keep the measurements of a check's worker.
 
         Only the first step of a round leads to an immediate report. Steps are ignored if they are
-        of another round or older than the newest one. Steps of workers that no longer run are not
-        progress: the agent only keeps the highest one. A check's report with a negative measurement
-        is ignored.
+        of another round or older than the newest one. The first step of workers that no longer run
+        is no progress: the agent only keeps the highest one. Later steps of a round that is being
+        stopped are shown, so that the last one of a job is. A check's report with a negative
+        measurement is ignored.
         """
         checking = report.round == self._workers_round and self.phase is WorkerPhase.CHECKING
         if checking and all(report.metrics.get(name, 0.0) >= 0 for name in MEASURED):
             self._measurements[report.local_rank] = report.metrics
         if report.round != self._workers_round or self._workers_check:
             return []
+        old = self.progress
         if self.phase is not WorkerPhase.RUNNING:
             self._reached(report.step)
+            if old is not None and self.phase is WorkerPhase.STOPPING and report.step > old.step:
+                seen = {"step": report.step, "metrics": report.metrics or old.metrics}
+                self.progress = old.model_copy(update=seen)
             return []
-        old = self.progress
         if old is None:
-            self._stepped_at = now
+            self._steps_seen = deque([(now, report.step)])
             self.progress = Progress(
                 step=report.step,
                 total=report.total,
@@ -512,12 +520,9 @@ class Core:
             return [Report()]  # the duration of the recovery is known now
         if report.step < old.step:
             return []
-        steps_per_s, elapsed_s = old.steps_per_s, now - self._stepped_at
-        if report.step > old.step and elapsed_s > 0:
-            current = (report.step - old.step) / elapsed_s
-            # The mean over about ten reports, so that one slow step changes little.
-            steps_per_s = current if steps_per_s == 0 else 0.9 * steps_per_s + 0.1 * current
-            self._stepped_at = now
+        steps_per_s = old.steps_per_s
+        if report.step > old.step:
+            steps_per_s = self._speed(report.step, now) or steps_per_s
         self.progress = old.model_copy(
             update={
                 "step": report.step,
@@ -529,6 +534,20 @@ class Core:
             }
         )
         return []
+
+    def _speed(self, step: int, now: float) -> float:
+        """Take in a new step, and return the steps per second of the last reports; 0: not known.
+
+        Only the times of the first and the last one count. A mean of the speeds between reports
+        would be several times too high, because the reports of two workers come at short and long
+        distances in turn.
+        """
+        seen = self._steps_seen
+        seen.append((now, step))
+        while len(seen) > SPEED_REPORTS and now - seen[1][0] >= SPEED_S:
+            seen.popleft()
+        began, first = seen[0]
+        return (step - first) / (now - began) if now > began else 0.0
 
     def _reached(self, step: int) -> None:
         """Keep a step that is no progress of the current round, if it is the highest one."""

@@ -19,6 +19,7 @@ from dlrover_agent.channels.master_client import MasterClient, http_client
 from dlrover_agent.channels.reserved_port import RoundPorts
 from dlrover_agent.channels.sdk_socket import SdkServer
 from dlrover_agent.channels.shard_relay import ShardRelay
+from dlrover_agent.checkpoint.grace import GraceAfterSignal
 from dlrover_agent.checkpoint.saver import NodeContext, Saver
 from dlrover_agent.child_processes import ChildRegistry
 from dlrover_agent.core import (
@@ -131,8 +132,8 @@ class Agent:
         self._core = Core(nproc=command.nproc, shutdown_s=command.shutdown_s)
         self._events: collections.deque[Event] = collections.deque()
         self._handling = False
-        self._boot_id = secrets.token_hex(8)
-        self._seq = self._logged_check = 0
+        self._boot_id, self._seq, self._logged_check = secrets.token_hex(8), 0, 0
+        self._grace = GraceAfterSignal(command.shutdown_s)
         self._taken_up_at = 0.0
         self._ending_since: float | None = None
         self._nested_launcher = ""
@@ -314,9 +315,10 @@ class Agent:
 
         The grace period is that of the final assignment, and begins when the agent was asked to
         end. The ``stay_until_stored`` field of this assignment decides whether the agent waits. The
-        assignment itself is awaited for ``LAST_REPORT_S``, or for ``UNWRITTEN_S``; without it, the
-        method returns. It returns immediately if the memory was never used. A warning says which
-        step was not stored.
+        assignment itself is awaited for ``LAST_REPORT_S``, or for ``UNWRITTEN_S``. Without it, the
+        node stores what it has by itself if no platform restarts the master. After a signal this
+        takes at most the grace period. The method returns immediately if the memory was never used.
+        A warning says which step was not stored.
         """
         if not self._saver.in_use:
             return
@@ -336,6 +338,9 @@ class Agent:
                 async with asyncio.timeout_at(deadline_start + newest.stop_grace_s):
                     while newest is not None and newest.stay_until_stored:
                         newest = await self._next_assignment()
+        elif self._settings.own_master and newest and newest.directive is not Directive.STOP:
+            core = self._core
+            await self._grace.limit(self._saver.store_without_master(core.follows, core.have[0]))
         self._saver.warn_of_unwritten()
 
     async def _tick(self) -> None:
@@ -377,19 +382,15 @@ class Agent:
                     if self._saver.in_use:
                         # The memory does not change any more, and other nodes may wait for this.
                         self._master.urge()
-                if self._ending_since is None and self._is_end(event):
+                if self._ending_since is None and _is_end(event):
                     self._ending_since = now
+                    self._workers.warm.disabled_reason = "the agent ends"
                 if isinstance(event, WorkerEnded) and event.failure is not None:
                     self._restarts.broken(now)
                 for effect in effects:
                     self._perform(effect)
         finally:
             self._handling = False
-
-    def _is_end(self, event: Event) -> bool:
-        return isinstance(event, Signalled) or (
-            isinstance(event, Assigned) and event.assignment.directive is Directive.STOP
-        )
 
     def _record_round_end(self) -> None:
         """Queue torch's elastic events for the end of the round; do nothing without a handler."""
@@ -604,6 +605,7 @@ class Agent:
 
     def _on_signal(self, number: int) -> None:
         self._workers.stop_waiting_for_console()
+        self._grace.begin()
         self.post(Signalled(signal.Signals(number).name, number))
 
     def _read_lifeline(self) -> None:
@@ -701,6 +703,13 @@ async def run_agent(
         for task in reversed(tasks):
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+
+def _is_end(event: Event) -> bool:
+    """Return whether an event asks the agent to end."""
+    return isinstance(event, Signalled) or (
+        isinstance(event, Assigned) and event.assignment.directive is Directive.STOP
+    )
 
 
 def _check_request(command: Command) -> CheckRequest | None:

@@ -1146,12 +1146,12 @@ class CheckpointDirectory:
         """Take the writer lease for an attempt of a job.
 
         Earlier attempts of the job are not interrupted, but their `commit` fails from now on. An
-        expired lease of another job is replaced. If other processes change the lease meanwhile, the
-        call tries five times without a pause. The caller must call `renew_lease` every `RENEW_S`
-        seconds.
+        expired lease of another job is replaced. A lease of this object for another owner is
+        released first. If other processes change the lease meanwhile, the call tries five times
+        without a pause. The caller must call `renew_lease` every `RENEW_S` seconds.
 
         Args:
-            owner: the job.
+            owner: the job, or one node of it that has lost the others.
             attempt: the attempt that starts to write.
             shared: other nodes write as well and call `join`.
 
@@ -1161,6 +1161,8 @@ class CheckpointDirectory:
                 Try again, because a lease expires unless it is renewed.
             ConfigError: the lease has a newer format.
         """
+        if self._lease is not None and self._lease.job != owner.job:
+            self.release()
         with self._lock:
             self._lease = self._write_lease(
                 self._own(WriterLease(owner.job, owner.name, attempt, shared=shared))
@@ -1363,7 +1365,7 @@ class CheckpointDirectory:
         """
         if self._lease is not None:
             held = _decode_lease(self._read_lease())
-            expected = manifest.job, manifest.attempt
+            expected = self._lease.job, manifest.attempt
             if held is None or (held.job, held.attempt) != expected:
                 raise SupersededError(
                     f"{self.place.url}: another attempt has begun since; "

@@ -84,6 +84,10 @@ class ShmFullError(DLRoverError):
     """There is not enough memory for a checkpoint; no memory was taken."""
 
 
+class ShmTooSmallError(ShmFullError):
+    """A folder cannot hold the checkpoints of a worker, whatever other programs release there."""
+
+
 class DamagedDataError(DLRoverError):
     """The bytes that were read are not the bytes that were written."""
 
@@ -110,6 +114,19 @@ def headroom(
     room = disk.f_bavail * disk.f_frsize
     free = cgroups.free_bytes(root, own_cgroups)
     return max(0, room if free is None else min(room, free))
+
+
+def capacity(folder: Path) -> int:
+    """Return how many bytes a tmpfs folder can hold if nothing else uses the memory.
+
+    The size of the file system and the limits of the process's cgroups both limit it.
+
+    Raises:
+        OSError: the folder does not exist or cannot be read.
+    """
+    disk = os.statvfs(folder)
+    size, limit = disk.f_blocks * disk.f_frsize, cgroups.oom_kills().limit_bytes
+    return size if limit is None else min(size, limit)
 
 
 def check_room(folder: Path, more: int, subject: str) -> str:

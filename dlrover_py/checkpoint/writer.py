@@ -34,7 +34,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import xxhash
@@ -485,9 +485,12 @@ class WriteAttempt:
         self._set_activity(f"{request.dir} has not answered")
         store = self._open_directory(request.dir)
         if request.writers:
-            self._poll(lambda: self._acquire_lease(store))
+            found = self._poll(lambda: self._acquire_lease(store))
             self._check()
-            store.sweep({self.folder}, now=_wall_time())
+            if isinstance(found, Manifest):
+                return self._stored(store, found), ()
+            if not request.without_master:  # else attempts of another node may be under way
+                store.sweep({self.folder}, now=_wall_time())
         parts = PartsFolder(store.place, self.folder, request)
         self._folder_made = True
         parts.make()
@@ -578,21 +581,30 @@ class WriteAttempt:
 
         return self._poll(look)
 
-    def _acquire_lease(self, store: CheckpointDirectory) -> bool | None:
+    def _acquire_lease(self, store: CheckpointDirectory) -> Literal[True] | Manifest | None:
         """Take the writer lease; None, without the lease, while its present holder may be dead.
+
+        Without a master, the lease is that of this node alone. The result is None as well while
+        another part of the job has the lease, and it is a checkpoint if that part has stored this
+        step or a later one.
 
         Raises:
             DirectoryClaimedError: the lease belongs to another job whose writer lives.
             ConfigError: the lease has a newer format.
+            OSError: the store fails.
         """
         request = self.order
+        owner = DirectoryOwner(request.job, request.name)
+        if request.without_master:
+            for one in store.checkpoints():
+                if one.job == request.job and one.id >= request.id:
+                    return one
+            owner = replace(owner, job=f"{request.job}/{request.node}")
         try:
             shared = len(request.writers) > 1
-            store.acquire_lease(
-                DirectoryOwner(request.job, request.name), request.attempt, shared=shared
-            )
+            store.acquire_lease(owner, request.attempt, shared=shared)
         except DirectoryClaimedError as error:
-            if error.is_alive:
+            if error.is_alive and not request.without_master:
                 raise
             self._set_activity(str(error))
             return None
@@ -767,16 +779,19 @@ class WriteAttempt:
             store.retain(request.keep, {*request.spare, self.folder})
         except OSError as error:  # the checkpoint itself is stored
             notes.append(f"older checkpoints could not be removed: {_error_message(error)}")
-        where = store.where(manifest)
-        stored = StoredCheckpoint(
-            step=request.step,
-            round=request.round,
-            timeline=request.timeline,
-            where=where,
+        return self._stored(store, manifest), tuple(notes)
+
+    @staticmethod
+    def _stored(store: CheckpointDirectory, manifest: Manifest) -> StoredCheckpoint:
+        """Return what a reply says about a checkpoint in the directory."""
+        return StoredCheckpoint(
+            step=manifest.step,
+            round=manifest.round,
+            timeline=manifest.timeline,
+            where=store.where(manifest),
             at=manifest.at,
             number=manifest.number,
         )
-        return stored, tuple(notes)
 
     def _clean_up(self, why: str) -> None:
         """Remove the files of a failed attempt; a later attempt sweeps what remains.

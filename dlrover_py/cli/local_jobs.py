@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from dlrover_py.cli import runs, view
 from dlrover_py.cli.logs import LogQuery, missing_log_message, print_logs, tail
 from dlrover_py.cli.settings import Settings
 from dlrover_py.net.http_client import HttpClient
+from dlrover_py.process.identity import is_stopped
 from dlrover_py.process.ownership import RUNTIME_HINT, STATE_HINT, NotOwnedError, is_own
 from dlrover_py.protocol import names
 from dlrover_py.protocol.documents import explain
@@ -52,6 +54,10 @@ class JobNotFoundError(ConfigError):
         self.several = several
 
 
+class JobUnreachableError(ConfigError):
+    """A job runs on this machine, but no command reaches it."""
+
+
 def find_to_read(settings: Settings, name: str | None) -> "RunningJob | EndedJob":
     """Return the running job with this name, or else its last run.
 
@@ -59,11 +65,13 @@ def find_to_read(settings: Settings, name: str | None) -> "RunningJob | EndedJob
 
     Raises:
         JobNotFoundError: there is no such job, or several jobs match.
+        JobUnreachableError: it runs, but its runtime folder was removed.
         ConfigError: another user could have made the content of a folder.
     """
     present = running(settings)
     if name in present or (name is None and present):
         return _select(present, name)
+    _refuse_unreachable(settings, name)
     if folder := runs.newest(settings.state_folder, name):
         return EndedJob(folder)
     if name is None:
@@ -80,9 +88,37 @@ def find_to_change(settings: Settings, name: str | None) -> "RunningJob":
 
     Raises:
         JobNotFoundError: there is no such job, or several jobs match.
+        JobUnreachableError: it runs, but its runtime folder was removed.
         ConfigError: another user could have made the content of a folder.
     """
-    return _select(running(settings), name)
+    present = running(settings)
+    if name not in present and (name is not None or not present):
+        _refuse_unreachable(settings, name)
+    return _select(present, name)
+
+
+def _refuse_unreachable(settings: Settings, name: str | None) -> None:
+    """Refuse a job that runs, but whose runtime folder was removed.
+
+    Args:
+        settings: settings of this command.
+        name: name of the job; None for any job.
+
+    Raises:
+        JobUnreachableError: there is such a job.
+    """
+    root = settings.state_folder
+    for run in root.glob(f"{name or '*'}@*") if root is not None else ():
+        with contextlib.suppress(OSError):
+            folder = (run / names.RUNTIME_LINK).readlink()
+            if not (folder / names.CLUSTER_SOCKET).exists() and runs.goes_on(run):
+                raise JobUnreachableError(
+                    f"{folder.name} runs, but no command reaches it: its folder {folder} was "
+                    "removed, perhaps by a cleaner of temporary files. The job makes it again "
+                    f"within seconds, so try again. If that does not help, {run}/logs/"
+                    "cluster.log says why, and Ctrl-C or SIGTERM at `dlrover job run` stops the "
+                    "job. DLROVER_RUNTIME_DIR can name a folder that is not cleaned"
+                )
 
 
 def _select(present: "dict[str, RunningJob]", name: str | None) -> "RunningJob":
@@ -205,15 +241,19 @@ class RunningJob:
 
     where = "on this machine"
 
-    def __init__(self, name: str, socket_path: Path, state_root: Path | None) -> None:
+    def __init__(
+        self, name: str, socket_path: Path, state_root: Path | None, call_s: float = CALL_S
+    ) -> None:
         """Keep where the job is; nothing is read yet.
 
         Args:
             name: name of the job.
             socket_path: socket of its cluster process.
             state_root: folder of all runs; None if it is not known.
+            call_s: deadline of a call, in seconds.
         """
         self.name, self._socket, self._state_root = name, socket_path, state_root
+        self._call_s = call_s
 
     @property
     def listens(self) -> bool:
@@ -299,16 +339,33 @@ class RunningJob:
         Raises:
             JobNotFoundError: the job has ended before it could answer.
             ConfigError: the cluster process refuses the request.
-            UnreachableError: the cluster process does not answer within `CALL_S`.
+            UnreachableError: the cluster process does not answer within `CALL_S`. It may carry out
+                the request later, which the message says.
         """
         try:
             return self._answer(CallDone, "POST", path).message
         except UnreachableError as error:
             if self.listens:
-                raise
+                raise UnreachableError(
+                    f"{error}; {self._state_in_words()}. The request may have arrived: it is then "
+                    "carried out as soon as that process goes on. Look with `dlrover job "
+                    f"describe {self.name}` before you send it again"
+                ) from error
             raise JobNotFoundError(
                 f"job {self.name} has just ended; see `dlrover job describe {self.name}`"
             ) from error
+
+    def _state_in_words(self) -> str:
+        """Say what the job's cluster process does that does not answer."""
+        with contextlib.suppress(OSError, struct.error), socket.socket(socket.AF_UNIX) as probe:
+            probe.setblocking(False)
+            probe.connect(str(self._socket))
+            peer = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+            pid = struct.unpack("3i", peer)[0]
+            if is_stopped(pid):
+                return f"its `dlrover job run` (process {pid}) is stopped: `kill -CONT {pid}`"
+            return f"its `dlrover job run` (process {pid}) is blocked or very busy"
+        return "its `dlrover job run` is blocked or very busy"
 
     def scale(self, replicas: int, role: str = names.ROLE_WORKER) -> str:  # noqa: D102
         return self.request(f"/v1/scale?replicas={replicas}&role={role}")
@@ -399,7 +456,7 @@ class RunningJob:
         async def call() -> bytes:
             client = HttpClient(f"unix:{self._socket}")
             try:
-                return await client.call(method, path, deadline_s=CALL_S)
+                return await client.call(method, path, deadline_s=self._call_s)
             finally:
                 client.close()
                 await asyncio.sleep(0)  # the event loop closes the connection

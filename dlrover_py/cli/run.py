@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -288,8 +289,15 @@ async def _run(
             loop.add_signal_handler(number, interrupted, number)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     display = LiveDisplay(cluster, style, show)
-    server = http_server.server(api(cluster))
-    serving = asyncio.create_task(server.serve([cluster.listener()]))
+    servers = [http_server.server(api(cluster))]
+    serving = asyncio.create_task(servers[0].serve([cluster.listener()]))
+    more: list[asyncio.Task[None]] = []
+
+    def serve(listener: socket.socket) -> None:
+        servers.append(http_server.server(api(cluster)))
+        more.append(asyncio.create_task(servers[-1].serve([listener])))
+
+    more.append(asyncio.create_task(cluster.folder.keep(serve)))
     master = asyncio.create_task(cluster.run_master())
     showing = asyncio.create_task(display.show())
     viewed = asyncio.create_task(pages.serve()) if pages is not None else None
@@ -323,12 +331,14 @@ async def _run(
     for task in (ending, hurry):
         task.cancel()
     await asyncio.gather(ending, hurry, return_exceptions=True)
-    server.should_exit = True
+    more[0].cancel()
+    for server in servers:
+        server.should_exit = True
     master.cancel()
     if pages is not None and viewed is not None:
         pages.end()
         await asyncio.gather(viewed, return_exceptions=True)
-    await asyncio.gather(serving, master, return_exceptions=True)
+    await asyncio.gather(serving, master, *more, return_exceptions=True)
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     if failed is not None:
         raise failed

@@ -147,6 +147,13 @@ def was_killed(folder: Path) -> bool:
         return locked and not (folder / names.STATUS_FILE).exists()
 
 
+def goes_on(folder: Path) -> bool:
+    """Return whether the process of a run still holds the lock of its folder."""
+    with contextlib.suppress(OSError), _locked(folder, fcntl.LOCK_SH) as has_ended:
+        return not has_ended and not (folder / names.STATUS_FILE).exists()
+    return False
+
+
 def _ended_run(folder: Path, name: str) -> Run | None:
     """Return the run of a folder; None if it still runs, or has neither a lock file nor a status.
 

@@ -21,6 +21,7 @@ class NodeTimeline:
     since: float
     until: float
     lost: bool
+    """Whether it ended without a request. A node that left by plan is not lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +38,9 @@ class Outage:
 def node_timelines(status: JobStatus, events: Sequence[JobEvent], end: float) -> list[NodeTimeline]:
     """Return a timeline for each node that the events or the status name.
 
-    A node whose start is not known began with the job. ``lost`` is also true for a node that left.
-    A node that has returned since, or is there by the status, is not lost; its line covers its
-    absence.
+    A node whose start is not known began with the job. A node that has returned since, or is there
+    by the status, is not lost; its line covers its absence. A node of which nothing is known but
+    that it left has no timeline: it was taken away before it started.
 
     Args:
         status: status of the job.
@@ -49,22 +50,32 @@ def node_timelines(status: JobStatus, events: Sequence[JobEvent], end: float) ->
     """
     first: dict[str, float] = {}
     last: dict[str, float] = {}
+    lost: set[str] = set()
     for event in events:
         for node in _nodes_of(event):
+            if node not in first and event.reason == EventReason.NODE_LEFT:
+                continue
             first.setdefault(node, event.at)
             if event.reason in (EventReason.NODE_LOST, EventReason.NODE_LEFT):
                 last[node] = event.at
+                (lost.add if event.reason == EventReason.NODE_LOST else lost.discard)(node)
             elif event.reason in (EventReason.NODE_JOINED, EventReason.NODE_RESTARTED):
                 last.pop(node, None)  # where nodes come by themselves, a lost one may return
     for known in status.nodes:
-        first.setdefault(known.id, status.started_at)
+        if known.phase is not NodePhase.GONE or known.incarnation:
+            first.setdefault(known.id, status.started_at)
         if known.phase in (NodePhase.LIVE, NodePhase.SUSPECT):
             last.pop(known.id, None)  # the event of many that joined does not name them all
     if status.phase.ended and status.ended_at is not None:
         end = min(end, status.ended_at)
     order = sorted(map(NodeId, first), key=id_key)
     return [
-        NodeTimeline(n, min(first[n], last.get(n, end)), max(first[n], last.get(n, end)), n in last)
+        NodeTimeline(
+            n,
+            min(first[n], last.get(n, end)),
+            max(first[n], last.get(n, end)),
+            lost=n in last and n in lost,
+        )
         for n in order
     ]
 

@@ -36,6 +36,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import ValidationError
 
 from dlrover_py.checkpoint.shm import POOL_PREFIX
+from dlrover_py.localcluster.runtime_folder import RuntimeFolder, listen_at, lock
 from dlrover_py.net.http_server import no_such_path
 from dlrover_py.net.liveness import ProbeTiming, RestartPause, supervise
 from dlrover_py.process.blocking import (
@@ -46,7 +47,7 @@ from dlrover_py.process.blocking import (
 )
 from dlrover_py.process.children import end, wake
 from dlrover_py.process.identity import ended, marked, signal_all
-from dlrover_py.process.ownership import RUNTIME_HINT, STATE_HINT, is_own, open_own
+from dlrover_py.process.ownership import STATE_HINT, is_own
 from dlrover_py.protocol import names
 from dlrover_py.protocol.agents import ErrorReply
 from dlrover_py.protocol.autoscale import NodeAllocation
@@ -217,6 +218,7 @@ class LocalCluster:
     paths: JobPaths
     workdir: Path
     environ: dict[str, str]
+    folder: RuntimeFolder
     hosts: list[str]
     timing: ClusterTiming = field(default_factory=ClusterTiming)
     nodes: dict[NodeId, _NodeProcess] = field(default_factory=dict)
@@ -246,8 +248,6 @@ class LocalCluster:
     """Read end and write end of a pipe. Each process inherits the read end, which reports
     end-of-file when this process ends.
     """
-    _job_lock: int = -1
-    """File descriptor of the lock on the job's name."""
     _run_lock: int = -1
     """File descriptor of the lock on the state folder. ``dlrover job rm`` leaves a locked folder
     alone.
@@ -290,7 +290,7 @@ class LocalCluster:
             FileLimitError: the limit of open files leaves none for the sockets and the pipe.
         """
         try:
-            lock = _lock(paths.runtime)
+            folder = RuntimeFolder(paths.runtime, lock(paths.runtime))
         except BlockingIOError as error:
             raise ConfigError(
                 f"a job named {job.metadata.name} runs already (its folder is {paths.runtime}); "
@@ -298,14 +298,13 @@ class LocalCluster:
             ) from error
         except OSError as error:
             raise ConfigError(f"{error.filename or paths.runtime}: {error.strerror}") from error
-        cluster = cls(job, paths, workdir, environ, [], timing or ClusterTiming())
-        cluster._job_lock = lock
+        cluster = cls(job, paths, workdir, environ, folder, [], timing or ClusterTiming())
         try:
             shutil.rmtree(paths.runtime, ignore_errors=True)  # left by a run that was killed
             paths.runtime.mkdir(mode=0o700)
-            for folder in (paths.state.parent, paths.state):  # private: tracebacks can hold secrets
-                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-                is_own(folder, shared=True, hint=STATE_HINT)
+            for place in (paths.state.parent, paths.state):  # private: tracebacks can hold secrets
+                place.mkdir(parents=True, exist_ok=True, mode=0o700)
+                is_own(place, shared=True, hint=STATE_HINT)
             cluster._run_lock = _run_lock(paths.state)
             (paths.state / names.RUNTIME_LINK).symlink_to(paths.runtime.absolute())
             paths.logs.mkdir(exist_ok=True)
@@ -459,9 +458,7 @@ class LocalCluster:
         for fd in (*self._lifeline, self._run_lock):  # first: the removal needs a free descriptor
             with contextlib.suppress(OSError):
                 os.close(fd)
-        shutil.rmtree(self.paths.runtime, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            os.close(self._job_lock)
+        self.folder.remove()
 
     # --- Requests of the master ---
 
@@ -918,13 +915,14 @@ def api(cluster: LocalCluster) -> FastAPI:
     @app.post("/v1/scale")
     async def scale(replicas: int, role: str = names.ROLE_WORKER) -> Response:
         cluster.replace_job(cluster.job.scaled(replicas, role))
-        size = scaled_to(replicas, role)
-        return done(f"{cluster.job.metadata.name} is scaled to {size}")
+        lack = host_shortage(cluster.job, len(cluster.hosts))
+        return done(f"{cluster.job.metadata.name} is scaled to {scaled_to(replicas, role)}{lack}")
 
     @app.post("/v1/suspend")
     async def suspend(on: bool) -> Response:
         cluster.replace_job(cluster.job.suspended(on))
-        return done(f"{cluster.job.metadata.name} is {'suspended' if on else 'resumed'}")
+        done_so = "suspended" if on else f"resumed{host_shortage(cluster.job, len(cluster.hosts))}"
+        return done(f"{cluster.job.metadata.name} is {done_so}")
 
     @app.post("/v1/restart")
     async def restart(at: str, rolling: bool) -> Response:
@@ -1033,31 +1031,6 @@ def _last_status(job: ElasticJob, before: JobStatus | None, failure: str) -> Job
     )
 
 
-def _lock(folder: Path) -> int:
-    """Lock a runtime folder for this process; return the descriptor of the lock, without waiting.
-
-    The folder may remain from a process that was killed. The lock is a file beside it, which stays.
-
-    Raises:
-        BlockingIOError: another process holds the lock.
-        ConfigError: another user could change the lock file or the folder in which it is.
-        OSError: the lock file cannot be made or locked.
-    """
-    folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    # Another user may have made it before: its name in /tmp is predictable.
-    root = open_own(folder.parent, os.O_DIRECTORY, links=True, hint=RUNTIME_HINT)
-    try:
-        lock = open_own(folder.with_suffix(".lock").name, os.O_RDWR | os.O_CREAT, at=root)
-    finally:
-        os.close(root)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        raise
-    return lock
-
-
 def _run_lock(folder: Path) -> int:
     """Lock the state folder of a run for as long as the returned descriptor is open.
 
@@ -1134,12 +1107,8 @@ def _endpoints(
             lifeline = os.pipe()
             for fd in lifeline:
                 opened.callback(os.close, fd)
-            listener = opened.enter_context(socket.socket(socket.AF_UNIX))
             what, hint = str(path), "; DLROVER_RUNTIME_DIR can name another folder"
-            fresh = path.with_suffix(".fresh")
-            listener.bind(str(fresh))
-            listener.listen(128)
-            fresh.rename(path)  # once the name exists, connections succeed
+            listener = listen_at(path)
             opened.pop_all()
     except OSError as error:
         if error.errno == errno.EMFILE:
@@ -1160,6 +1129,20 @@ def _master_argv(
         argv += ["--ps-fd", str(ps_fd[0])]
         argv += ["--ps-access", str(paths.runtime / names.PS_ACCESS_FILE)]
     return [*argv, "--lifeline-fd", str(lifeline_fd)]
+
+
+def host_shortage(job: ElasticJob, hosts: int) -> str:
+    """Return what to add to a sentence if a job wants more nodes than there are hosts, or ""."""
+    wanted = job.worker.replicas + job.worker.standby_replicas
+    wanted += job.servers.size if job.servers is not None else 0
+    if wanted <= hosts:
+        return ""
+    missing = wanted - hosts
+    return (
+        f", but there {'is' if hosts == 1 else 'are'} only {counted(hosts, 'host')}: "
+        f"{counted(missing, 'node')} {'waits' if missing == 1 else 'wait'} for one; "
+        f"`dlrover node add --count {missing} --job {job.metadata.name}` adds hosts"
+    )
 
 
 class NoProgramError(FileNotFoundError):

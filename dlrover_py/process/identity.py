@@ -167,6 +167,13 @@ def _read_stat(pid: int) -> Process | None:
         return None
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether a process is stopped (SIGSTOP, Ctrl-Z); False if it may not be read."""
+    with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat", "rb") as stat:
+        return stat.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    return False
+
+
 def _process_ids() -> list[int]:
     return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
 

@@ -155,6 +155,24 @@ class FailureCause(StatusMessage):
     advice: Words
     """What to do."""
 
+    @classmethod
+    def ended_early(cls, ranks: Sequence[int], told: str) -> Self:
+        """Return the cause of a lost connection after other ranks had ended with exit code 0.
+
+        Args:
+            ranks: These ranks, at least one.
+            told: The text of the lost connection.
+        """
+        names = ", ".join(map(str, sorted(ranks)[:5])) + (", …" if len(ranks) > 5 else "")
+        names = f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
+        return cls(
+            failure_class=FailureClass.CODE,
+            confidence=Confidence.LIKELY,
+            evidence=f"{names} had ended with exit code 0 while others waited for it: {told}",
+            advice=f"Look why {names} ended before the others: all ranks must call the same "
+            "collectives until the end, also where one has no data left or calls sys.exit(0).",
+        )
+
     @property
     def line(self) -> str:
         """The cause in one line, such as ``storage (sure): Free space on the disk.``."""
@@ -235,8 +253,8 @@ class Progress(StatusMessage):
     first_step_after_s: Annotated[float, Field(ge=0)]
     """Seconds from the start of the round on this node to that first step."""
     steps_per_s: Annotated[float, Field(ge=0)] = 0.0
-    """Steps per second: a moving mean over about ten reports of this round; 0 before the second
-    report."""
+    """Steps per second: the mean over the last ten reports of this round, and over ten seconds at
+    least; 0 before the second report."""
     metrics: dict[Annotated[str, StringConstraints(max_length=64)], float] = Field(
         default_factory=dict, max_length=32
     )
@@ -745,6 +763,9 @@ class Assignment(Wire):
     loss of one node must not cost."""
     persist: PersistRequest | None = None
     """The checkpoint that this node must write to storage; None if there is none."""
+    common_shard_group: Line = ""
+    """The shard group that every rank has, so that one node alone can store the whole state if the
+    master is lost; empty if ranks have different ones, or if that is not known."""
     snapshot: Count = 0
     """The number of the newest snapshot of all ranks that was requested; 0 if there was none. The
     agent takes it and sends a ``NodeSnapshot``."""

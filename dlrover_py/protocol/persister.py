@@ -27,6 +27,8 @@ MAX_REQUEST = 1 << 24
 read as another one."""
 MAX_REPLY = 1 << 20
 """Bytes of a reply."""
+WRITE_DEADLINE_S = 600.0
+"""Seconds without progress after which an attempt fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +86,19 @@ class WriteRequest(PersistRequest, _PersisterMessage):
     """Rules of retention, applied after the commit."""
     spare: tuple[Line, ...] = ()
     """Folders that retention must not remove: the checkpoint that was loaded."""
-    deadline_s: Annotated[float, Field(gt=0)] = 600.0
+    deadline_s: Annotated[float, Field(gt=0)] = WRITE_DEADLINE_S
     """Seconds without progress, not even one written chunk, after which the attempt fails.
 
     The total time is not limited: a large state on a slow store takes hours.
     """
     name: str = ""
     """Name of the job for people."""
+    without_master: bool = False
+    """Whether the master of the job is lost, and this node alone stores the whole state.
+
+    Several nodes may do so at the same time, and a part of the job may still live elsewhere. So
+    the lease is taken as another job takes it: only when nothing renews it any more.
+    """
 
 
 class CommitGrant(_PersisterMessage):

@@ -537,7 +537,7 @@ class Checkpointer:
                 self._storage.begin(context, one.id, one.began)
             return
         if context.rank == 0 and (one.forced or one.flagged):
-            self._notices.warn_incomplete(one.id.step, persist_next=one.flagged)
+            self._notices.warn_incomplete(one.id.step, unstored=one.flagged)
         self._replicas.missed(context, one.id)
         if one.flagged:
             context.amend(lambda s: replace(s, persist=False) if s.id == one.id else s)
@@ -582,6 +582,7 @@ class Checkpointer:
         """
         self._claim.begin_timeline()
         self._last_due_step = -1
+        self._starter.goes_on |= found is not None
         self.replica_check.good = 0 if found is None else found.step
         if found is not None and self.settings.rejected:  # they would keep their slots
             context.amend(lambda s: replace(s, persist=False) if s.id > found.id else s)

@@ -70,17 +70,19 @@ class NoticeLog:
             self._logged.add(kind)
             self.say(note)
 
-    def warn_incomplete(self, step: int, *, persist_next: bool) -> None:
+    def warn_incomplete(self, step: int, *, unstored: bool) -> None:
         """Warn of a checkpoint that is not on all ranks.
 
         Args:
             step: its step.
-            persist_next: whether it was to go to storage, and the next one goes there instead.
+            unstored: whether it was to go to storage. The next complete one goes there instead.
         """
         self._log.warning(
             "checkpoint of step %d is incomplete: some rank has not saved it; its log says why%s",
             step,
-            "; the next one goes to storage instead" if persist_next else "",
+            "; it is not in storage, where the next one goes that all ranks save"
+            if unstored
+            else "",
         )
 
     def missed(self, step: int, why: str) -> None:

@@ -6,7 +6,7 @@ from collections import ChainMap
 from collections.abc import Collection, Mapping, MutableMapping
 from typing import cast
 
-from dlrover_py.checkpoint.shm import ShmFullError
+from dlrover_py.checkpoint.shm import ShmFullError, ShmTooSmallError
 from dlrover_py.protocol.checkpoint_id import CheckpointId
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.trainer import session
@@ -40,6 +40,8 @@ class SaveStarter:
         self._replicas, self._stats, self._notices = replicas, stats, notices
         self._has_saved = False
         """The state could be saved at least once."""
+        self.goes_on = False
+        """Whether the training has loaded a checkpoint. It then goes on without memory for more."""
 
     def whole(self, state: Mapping[str, object]) -> Mapping[str, object]:
         """Return the state, with the random generators' states if they are saved, too.
@@ -78,7 +80,8 @@ class SaveStarter:
                 that another process reads.
 
         Raises:
-            ConfigError: the state cannot be saved, and no state could be saved before.
+            ConfigError: the state cannot be saved, and no state could be saved before. Or it can
+                never fit into the memory, and no checkpoint was saved or loaded before.
         """
         began = time.perf_counter()
         step = attempt.id.step
@@ -117,6 +120,11 @@ class SaveStarter:
                 if attempt.staging is not None or tries == 1:
                     break
                 pause.wait(LAST_SAVE_PAUSE_S)
+        except ShmTooSmallError as error:
+            if self._stats.saves == 0 and not self.goes_on:
+                raise ConfigError(f"checkpoint: {error}") from error
+            self._missed(step, str(error))
+            return False
         except ShmFullError as error:
             self._missed(step, str(error))
             return False

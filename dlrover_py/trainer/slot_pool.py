@@ -151,11 +151,29 @@ class SlotPool:
         """Check whether all slots can have this size, before any of them is changed.
 
         Raises:
+            ShmTooSmallError: they cannot, and never will: slots of this node's workers alone are
+                too large for the folder.
             ShmFullError: they cannot.
         """
         more = sum(max(0, need - slot.size) for slot in self.slots)
-        folder = self.slots[0].path.parent
-        shm.check_room(folder, more, f"{len(self.slots)} slots of {shm.format_size(need)} need")
+        folder, slots = self.slots[0].path.parent, f"{len(self.slots)} slots"
+        try:
+            shm.check_room(folder, more, f"{slots} of {shm.format_size(need)} need")
+        except ShmFullError as error:
+            own, size = {slot.path for slot in self.slots}, shm.capacity(folder)
+            whole = need * len(self.slots)
+            others = sum(p.stat().st_size for p in folder.iterdir() if p not in own)
+            if whole + others <= size:
+                raise
+            beside = f", beside the {shm.format_size(others)} of other workers" if others else ""
+            raise shm.ShmTooSmallError(
+                f"the state of this worker needs {shm.format_size(whole)} of memory "
+                f"({slots} of {shm.format_size(need)}){beside}, but {folder} can have "
+                f"{shm.format_size(size)} in all, so it can never be saved: give the node's tmpfs "
+                "a larger size (in Docker: --shm-size; on Kubernetes: the container's memory "
+                "limit, or sizeLimit of its volume at /dev/shm), or set DLROVER_SHM_DIR to a "
+                "larger tmpfs"
+            ) from error
 
     def take(self, spared: Collection[CheckpointId]) -> ShmSlot | None:
         """Lock and return the best slot that may be filled; None if there is none now.

@@ -16,6 +16,7 @@ from dlrover_py.process.identity import (
     children,
     environment,
     exit_code,
+    is_stopped,
     marked,
     members,
     signal_all,
@@ -71,6 +72,13 @@ def test_who_had_the_number_before_is_gone_and_nothing_reaches_it(
     left[0].id.signal(signal.SIGKILL)
     with pytest.raises(ProcessLookupError):
         ProcessId.of(leader.pid)
+
+
+def test_a_process_that_is_stopped_is_known_as_such(leader: "subprocess.Popen[bytes]") -> None:
+    assert not is_stopped(leader.pid)
+    leader.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, leader.pid, os.WSTOPPED | os.WNOWAIT)
+    assert is_stopped(leader.pid)
 
 
 def test_a_mark_is_found_in_whole_and_signalled_until_nothing_new_turns_up(

@@ -1,6 +1,7 @@
 """What becomes of a zygote that is lost while it is built."""
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -60,6 +61,33 @@ class Node:
             return not self.children.non_worker_pids
 
         await self.until(reaped)
+
+
+@pytest.mark.parametrize("module", ["", DEADLY], ids=["later", "while it is built"])
+async def test_a_zygote_that_ends_with_its_agent_is_not_built_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, module: str
+) -> None:
+    """A batch system ends all processes of a node at the same time."""
+    node = Node(tmp_path, module, BuildTiming())
+    with caplog.at_level(logging.INFO):
+        if module:
+            node.warm.disabled_reason = "the agent ends"
+            await node.until(lambda: not node.warm.building)
+        else:
+            await node.until(lambda: node.warm.ready)
+            node.warm.disabled_reason = "the agent ends"
+            (zygote,) = node.children.sessions
+            zygote.signal(signal.SIGKILL)
+
+            def reaped() -> bool:
+                node.warm.child_ended()
+                return not node.warm.ready
+
+            await node.until(reaped)
+    assert not node.warm.building
+    assert node.warm.disabled_reason == "the agent ends"
+    assert not [r for r in caplog.records if "again" in str(vars(r).get("then"))]
+    await node.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -406,6 +407,43 @@ def test_two_jobs_in_one_directory_are_refused(trio: list[Persister], tmp_path: 
     assert answer.phase is PersistPhase.FAILED
     assert "is written by another job, gpt (job-uid-1): give each job" in answer.why
     assert [m.job for m in CheckpointDirectory(tmp_path / "ckpt").checkpoints()] == [JOB]
+
+
+# --- the master is lost ---
+
+
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
+def test_survivors_store_once_when_the_job_renews_its_lease_no_more(tmp_path: Path) -> None:
+    place = tmp_path / "ckpt"
+    looks = count(step=20.0)
+
+    def survivor(node: str) -> list[WriteReply]:
+        store = CheckpointDirectory(place, clock=lambda: next(looks))
+        store.prepare()
+        store.join(DirectoryOwner(JOB))
+        simple(tmp_path / f"arena-{node}/0.0")
+        said: list[WriteReply] = []
+        mine = order(
+            tmp_path / f"arena-{node}", place, DRAWN, node=node, writers=(node,), grant=3
+        ).model_copy(update={"without_master": True})
+        attempt = WriteAttempt(mine, lambda _: store, said.append, None)
+        attempt.start()
+        attempt.thread.join()
+        store.release()
+        return said
+
+    place.mkdir()
+    dead = CheckpointDirectory(place)
+    dead.acquire_lease(DirectoryOwner(JOB), "a1", shared=True)
+    claim = json.loads((place / LEASE_FILE).read_bytes()) | {"host": "another"}
+    (place / LEASE_FILE).write_text(json.dumps(claim))
+    first, second = survivor("n1"), survivor("n2")
+    assert next(looks) >= 40, "the lost node could have renewed the lease"
+    assert [a.phase for a in (first[-1], second[-1])] == [PersistPhase.DONE] * 2
+    assert first[-1].stored == second[-1].stored
+    (only,) = CheckpointDirectory(place).checkpoints()
+    assert (only.job, only.step, only.term) == (JOB, 7, 3)
+    assert not (place / LEASE_FILE).exists(), "the next job may write"
 
 
 # --- called off, fenced ---

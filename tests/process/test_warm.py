@@ -213,6 +213,28 @@ def test_what_is_imported_later_is_told_to_nodes_that_join_as_well(
         assert said(run, "recipe_learned", "n1")[0]["id"] == said(run, "recipe_stored")[-1]["id"]
 
 
+NATIVE = """
+import atexit, gc
+VERSION = 1
+Bound = type("Meta", (type,), {"__module__": "nanobind"})("Bound", (), {})
+atexit.register(lambda: print("kept", gc.get_freeze_count(), flush=True))
+"""
+
+
+def test_what_a_library_has_made_is_freed_at_the_end_as_in_a_cold_worker(
+    place: Place, library: Library
+) -> None:
+    """nanobind prints what it misses there, after the last line of the script."""
+    library.write("fakelib", NATIVE)
+    with job(place, script=SCRIPT, args=("ends",), replicas=1, env=library.env) as run:
+        run.running(1)
+        until_ready(run)
+        kill_worker(run)
+        found = eventually(lambda: lines(run, "n0", r"^kept "), "it has ended")
+        assert starts(run, 2) == ["warm 1"]
+        assert found == ["kept 0"], "else nothing is freed"
+
+
 def test_an_early_death_of_forked_workers_is_not_held_against_the_script(
     place: Place, library: Library
 ) -> None:

@@ -4,6 +4,7 @@ python say_warmth.py
 python say_warmth.py unfit   imports what no zygote may have: says rank, and how many threads run
 python say_warmth.py secret  sets SECRET before the import of fakelib: says what it was, and VERSION
 python say_warmth.py later   imports the module later, once the file "now" exists
+python say_warmth.py ends    ends if it was started warm
 python say_warmth.py cuda    fails if it was started warm, as CUDA does that a fork has broken
 """
 
@@ -40,4 +41,5 @@ if "later" in sys.argv:
     assert later
 if warm and "cuda" in sys.argv:
     raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
-signal.pause()
+if not (warm and "ends" in sys.argv):
+    signal.pause()

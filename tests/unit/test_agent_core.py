@@ -403,6 +403,30 @@ def test_steps_only_grow_and_their_speed_is_measured() -> None:
     assert progress.metrics == {"loss": 2.0}
 
 
+@pytest.mark.parametrize("lag_s", [0.0, 0.01, 0.2, 0.35])
+def test_the_speed_is_that_of_the_training_however_two_workers_report(lag_s: float) -> None:
+    """Each reports every 0.4 s; the training makes 20 steps per second after a slow first one."""
+    core = Core(nproc=2)
+    told(core, Assigned(assignment(1)), now=0.0)
+    told(core, StepReported(1, 0, 0, None, {}), now=0.0)
+    times = sorted((5.0 + 0.4 * i + lag_s * rank, rank) for i in range(60) for rank in (0, 1))
+    for at, rank in times:
+        told(core, StepReported(1, rank, int((at - 5.0) * 20) + 1, None, {}), now=at)
+    assert core.progress is not None
+    assert core.progress.steps_per_s == pytest.approx(20, rel=0.05)
+
+
+def test_the_last_step_of_a_job_that_is_stopped_is_shown() -> None:
+    core = running()
+    told(core, StepReported(1, 0, 688, None, {"loss": 2.0}), Assigned(assignment(2, STOP)))
+    told(core, StepReported(1, 0, 691, None, {"loss": 1.0}))
+    assert core.progress is not None
+    assert (core.progress.step, core.progress.metrics) == (691, {"loss": 1.0})
+    assert core.reached_step == 691
+    told(core, StepReported(1, 0, 690, None, {}))
+    assert core.progress.step == 691
+
+
 def test_a_new_round_counts_its_steps_anew() -> None:
     core = running()
     told(core, StepReported(1, 0, 50, None, {}))

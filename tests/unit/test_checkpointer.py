@@ -774,6 +774,33 @@ def test_memory_that_does_not_suffice_costs_saves_and_one_line(
     assert saved(checkpointer, range(4, 6)) == [4, 5]
 
 
+@pytest.mark.parametrize("loads", [False, True])
+def test_memory_that_can_never_suffice_is_refused_unless_a_training_goes_on(
+    make: Callable[..., Checkpointer],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    loads: bool,
+) -> None:
+    """Else such a training stores nothing until its end, even with ``force``."""
+    checkpointer = make()
+    if loads:
+        assert saved(checkpointer, range(1, 2)) == [1]
+        state: dict[str, object] = {"w": torch.zeros(10)}
+        assert checkpointer.load(state) == 1
+        checkpointer.stats.saves = 0
+    large = {"larger": torch.zeros(1_000_000)}
+    monkeypatch.setattr(arena, "headroom", lambda _: 1000)
+    monkeypatch.setattr(arena, "capacity", lambda _: 2_000_000)
+    words = r"needs 12 MB of memory \(3 slots of 4 MB\).*, but .* can have 2 MB in all.*--shm-size"
+    if loads:
+        assert not checkpointer.save(2, large, force=True)
+        assert re.search(words, checkpointer.stats.why)
+        assert not any("goes to storage instead" in r.getMessage() for r in caplog.records)
+    else:
+        with pytest.raises(ConfigError, match=words):
+            checkpointer.save(2, large, force=True)
+
+
 def test_memory_that_goes_with_the_first_rank_costs_the_others_a_save_and_nothing_else(
     make: Callable[..., Checkpointer], tmp_path: Path
 ) -> None:

@@ -112,6 +112,26 @@ def sharded(*steps: int, persist: bool = False) -> Desk:
     return desk
 
 
+def test_nodes_learn_once_that_each_alone_has_the_whole_state() -> None:
+    """By that they can store it if the master is lost."""
+    desk = Desk(N0, N1)
+    memory = desk.core.memory
+    desk.say(N0, memory=[held(1, 0, part="a")])
+    assert memory.common_shard_group == "", "n1 may have another"
+    assert not desk.reassigned
+    desk.say(N1, memory=[held(1, 1, part="a")])
+    assert desk.core.memory.common_shard_group == "a"
+    assert {N0, N1} <= desk.reassigned
+    for step in (2, 3):
+        desk.say(N0, memory=[held(step, 0, part="a")])
+        desk.say(N1, memory=[held(step, 1, part="a")])
+        assert not desk.reassigned
+    desk.say(N1, memory=[held(4, 1, part="b")])
+    assert desk.core.memory.common_shard_group == "", "the ranks differ now"
+    assert {N0, N1} <= desk.reassigned
+    assert not sharded(1).core.memory.common_shard_group
+
+
 # --- what is whole ---
 
 

@@ -17,7 +17,7 @@ from dlrover_agent.workers.failures import (
     signal_name,
     summary,
 )
-from dlrover_py.protocol.agents import FailureKind, WorkerFailure
+from dlrover_py.protocol.agents import FailureClass, FailureKind, WorkerFailure
 
 PLAIN = """\
 epoch 3
@@ -293,6 +293,14 @@ def test_a_broken_connection_is_another_ranks_failure(line: str) -> None:
     trace = f'Traceback (most recent call last):\n  File "t.py", line 1, in f\n    x\n{line}\n'
     assert death(error_file=recorded_raw(trace)).kind is FailureKind.PEER
     assert death(stderr_tail=trace).kind is FailureKind.PEER
+    lost, left = death(stderr_tail=trace), death(stderr_tail=trace, ended_ranks=[6])
+    assert left.kind is FailureKind.PEER, "another failure may come, and then counts"
+    assert lost.cause is not None
+    assert left.cause is not None
+    assert lost.cause.failure_class is FailureClass.COMMUNICATION
+    assert left.cause.failure_class is FailureClass.CODE
+    assert "rank 6 had ended with exit code 0 while others waited for it" in left.cause.evidence
+    assert "network" not in left.cause.line
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,9 @@ from dlrover_py.master.core.job import Job
 from dlrover_py.master.core.reports import REFUSAL_EVENTS_PER_MINUTE
 from dlrover_py.master.core.state import JOURNAL, DurableState
 from dlrover_py.protocol.agents import (
+    Confidence,
     Directive,
+    FailureClass,
     FailureKind,
     PersistPhase,
     WorkerFailure,
@@ -215,6 +217,22 @@ def test_a_broken_connection_between_workers_waits_for_its_cause() -> None:
     assert failed is not None
     assert failed.node == "n2"
     assert {n.id: n.restarts for n in bench.job.live.nodes}[NodeId("n0")] == 0
+
+
+def test_a_rank_that_ended_before_the_others_is_the_cause_of_their_broken_connection() -> None:
+    bench = running(elastic_job(3, 2))
+    bench.agent("n2").succeed()
+    bench.exchange(bench.agent("n2"))
+    bench.agent("n0").fail(crash(FailureKind.PEER))
+    bench.exchange(bench.agent("n0"))
+    bench.pass_time(bench.job.live.rules.cause_wait_s + 1)
+    failed = bench.job.state.last_failure
+    assert failed is not None
+    assert failed.node == "n0"
+    cause = failed.worker.cause
+    assert cause is not None
+    assert (cause.failure_class, cause.confidence) == (FailureClass.CODE, Confidence.LIKELY)
+    assert cause.evidence.startswith("rank 2 had ended with exit code 0 while others waited")
 
 
 def test_a_node_that_was_cut_off_is_the_cause_of_a_broken_connection() -> None:

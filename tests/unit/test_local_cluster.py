@@ -2,20 +2,36 @@
 
 import json
 import os
+import shutil
+import socket
 from pathlib import Path
 
 import pytest
 
+from dlrover_py.cli import runs
+from dlrover_py.cli.local_jobs import (
+    JobUnreachableError,
+    RunningJob,
+    find_to_change,
+    find_to_read,
+    running,
+)
 from dlrover_py.cli.settings import Settings
 from dlrover_py.cli.shared import SharedCluster
-from dlrover_py.localcluster.cluster import OUTPUT_TAIL, JobPaths, LocalCluster, _tail
-from dlrover_py.protocol.errors import ConfigError, DLRoverError, FileLimitError
+from dlrover_py.localcluster.cluster import (
+    OUTPUT_TAIL,
+    JobPaths,
+    LocalCluster,
+    _tail,
+    host_shortage,
+)
+from dlrover_py.protocol.errors import ConfigError, DLRoverError, FileLimitError, UnreachableError
 from tests.builders import elastic_job
 from tests.limits import open_files, room_for
 
 
-def prepared(folder: Path, name: str = "job") -> LocalCluster:
-    paths = JobPaths(folder / "run" / name, folder / "state" / name)
+def prepared(folder: Path, name: str = "job", *, run: str = "") -> LocalCluster:
+    paths = JobPaths(folder / "run" / name, folder / "state" / (name + run))
     return LocalCluster.prepare(elastic_job(1), hosts=1, paths=paths, workdir=folder, environ={})
 
 
@@ -44,6 +60,87 @@ def test_a_socket_that_cannot_be_made_is_told(tmp_path: Path) -> None:
         prepared(tmp_path, "x" * 120)
     assert not (tmp_path / "run" / ("x" * 120)).exists()
     assert not (tmp_path / "state" / ("x" * 120)).exists(), "it would be listed as a killed run"
+
+
+def test_a_request_without_an_answer_is_told_as_one_that_may_follow_later(tmp_path: Path) -> None:
+    """A process that is stopped does not answer, and finds the request when it goes on."""
+    path = tmp_path / "cluster.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen(8)
+        with pytest.raises(UnreachableError) as told:
+            RunningJob("job", path, None, call_s=0.2).request("/v1/stop")
+    message = str(told.value)
+    assert f"its `dlrover job run` (process {os.getpid()}) is blocked or very busy" in message
+    assert "carried out as soon as that process goes on" in message
+
+
+@pytest.mark.parametrize("gone", ["all", "root", "socket", "token", "nothing"])
+def test_a_runtime_folder_that_was_removed_is_made_again(tmp_path: Path, gone: str) -> None:
+    cluster = prepared(tmp_path)
+    paths, settings = cluster.paths, Settings(tmp_path / "run", tmp_path / "state", {})
+    try:
+        token = paths.token.read_text()
+        assert cluster.folder.restore() is None
+        if gone == "all":
+            shutil.rmtree(paths.runtime)
+        elif gone == "root":
+            shutil.rmtree(paths.runtime.parent)
+        elif gone != "nothing":
+            (paths.socket if gone == "socket" else paths.token).unlink()
+        listener = cluster.folder.restore()
+        assert (listener is not None) is (gone not in ("token", "nothing"))
+        assert paths.token.read_text() == token
+        assert paths.token.stat().st_mode & 0o77 == paths.runtime.stat().st_mode & 0o77 == 0
+        with pytest.raises(ConfigError, match="runs already"):
+            prepared(tmp_path)
+        assert list(running(settings)) == ["job"]
+        if listener is not None:
+            listener.close()
+        assert cluster.folder.restore() is None
+    finally:
+        cluster.close()
+    assert not paths.runtime.exists()
+    assert cluster.folder.restore() is None
+    assert not paths.runtime.exists(), "the job has ended"
+
+
+def test_a_job_whose_folder_was_removed_is_told_as_that(tmp_path: Path) -> None:
+    cluster = prepared(tmp_path, run="@1")
+    paths = cluster.paths
+    settings = Settings(tmp_path / "run", tmp_path / "state", {})
+    try:
+        shutil.rmtree(paths.runtime)
+        for find in (find_to_read, find_to_change):
+            for name in ("job", None):
+                with pytest.raises(JobUnreachableError, match="job runs, but no command reaches"):
+                    find(settings, name)
+    finally:
+        cluster.close()
+    assert list(running(settings)) == []
+    assert runs.was_killed(paths.state)
+
+
+def test_a_folder_that_another_job_has_taken_is_left_alone(tmp_path: Path) -> None:
+    first = prepared(tmp_path)
+    shutil.rmtree(first.paths.runtime.parent)
+    second = prepared(tmp_path, run="@2")
+    try:
+        with pytest.raises(ConfigError, match="another job of this name has taken"):
+            first.folder.restore()
+        first.close()
+        assert second.paths.token.exists()
+        assert list(running(Settings(tmp_path / "run", tmp_path / "state", {}))) == ["job"]
+    finally:
+        second.close()
+
+
+def test_a_size_for_which_there_are_too_few_hosts_is_told() -> None:
+    assert host_shortage(elastic_job(3), 3) == ""
+    assert host_shortage(elastic_job(50), 1) == (
+        ", but there is only 1 host: 49 nodes wait for one; "
+        "`dlrover node add --count 49 --job x` adds hosts"
+    )
 
 
 def test_of_a_line_that_the_tail_cuts_nothing_is_told(tmp_path: Path) -> None:

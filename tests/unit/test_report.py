@@ -11,6 +11,7 @@ from dlrover_py.cli.view import JobView
 from dlrover_py.dashboard.pages import report as page
 from dlrover_py.dashboard.timeline import node_timelines, outages, samples, with_node_and_round
 from dlrover_py.protocol.local import History, ProgressSample
+from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.status import (
     GoodputStatus,
     JobEvent,
@@ -173,6 +174,17 @@ def test_a_node_that_comes_back_is_not_lost(again: str) -> None:
     story = [*STORY, event(11, again, 16, "node n1 has come back", node="n1")]
     (n1,) = (lane for lane in node_timelines(told(), story, AT + 99) if lane.node == "n1")
     assert (n1.since - AT, n1.until - AT, n1.lost) == (1, 20, False)
+
+
+def test_a_node_that_leaves_by_plan_is_not_lost_and_one_that_never_started_is_not_shown() -> None:
+    """As after ``scale 50`` with three hosts, and ``scale 2``."""
+    left = event(90, EventReason.NODE_LEFT, 20, "node n1 has left: no longer needed", node="n1")
+    why = "node n7 has left: it was deleted before it was started"
+    never = event(91, EventReason.NODE_LEFT, 20, why, node="n7")
+    story = [one for one in with_node_and_round(STORY) if one.reason != EventReason.NODE_LOST]
+    lanes = {lane.node: lane for lane in node_timelines(told(), [*story, left, never], AT + 99)}
+    assert (lanes["n1"].until - AT, lanes["n1"].lost) == (20, False)
+    assert "n7" not in lanes
 
 
 def test_a_node_that_comes_back_with_many_others_is_not_lost() -> None:

@@ -18,6 +18,7 @@ from dlrover_py.protocol.agents import (
     PersistPhase,
     PersistRequest,
     ReplicationPeer,
+    StoredCheckpoint,
 )
 from dlrover_py.protocol.persister import (
     CancelWrite,
@@ -290,6 +291,64 @@ async def test_the_grant_goes_to_the_order_it_is_for(tmp_path: Path, attempt: st
     assert (sent[0].dir, sent[0].keep, sent[-1].term) == ("/x", keep, 7)
     desk.saver.assigned(Assignment(**FACTS))
     assert isinstance(sent[-1], CancelWrite)
+    await desk.saver.close()
+
+
+# --- the master is lost ---
+
+
+async def lost(desk: Desk, round_number: int, common: str = "a") -> list[Any]:
+    """What a persister is asked for by a node that has lost its master; it stores all."""
+    sent: list[Any] = []
+
+    def say(document: Any, *, start: bool = True) -> None:
+        sent.append(document)
+        step, round = document.step, document.round
+        stored = StoredCheckpoint(step=step, round=round, where="/x/it", at=1.0, number=1)
+        done = WriteReply(attempt=document.attempt, phase=PersistPhase.DONE, stored=stored)
+        desk.saver.answered(done)
+
+    desk.saver.persister.say = say  # type: ignore[method-assign]
+    desk.saver.stores(CheckpointTarget(dir="/x"))
+    desk.saver.assigned(Assignment(**FACTS, common_shard_group=common))
+    await desk.saver.store_without_master(round_number, 7)
+    return sent
+
+
+async def test_a_node_that_has_the_whole_state_stores_it_without_a_master(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    desk = Desk(tmp_path)
+    path = desk.saver.path
+    assert path is not None
+    for rank in (2, 3):
+        slot(path, f"{rank - 2}.0", rank, 5, part="a", round=2)
+    slot(path, "0.1", 2, 6, part="a", round=2)
+    slot(path, "peer-0.0", 0, 6, part="a", round=2, private_only=True)
+    with caplog.at_level("WARNING"):
+        (request,) = await lost(desk, 2)
+        desk.saver.warn_of_unwritten()
+    assert request.without_master
+    assert (request.step, request.ranks, request.writers) == (6, [0, 2], ["n0"])
+    assert (request.grant, request.world) == (7, 4)
+    assert [r.message for r in caplog.records] == ["checkpoint_stored_without_master"]
+    await desk.saver.close()
+
+
+@pytest.mark.parametrize(
+    ("common", "round_number", "why"),
+    [("", 2, "only a part"), ("a", 3, "of an earlier round"), ("b", 2, "of an earlier round")],
+    ids=["sharded", "skipped", "changed"],
+)
+async def test_what_may_be_incomplete_or_wrong_is_not_stored_without_a_master(
+    tmp_path: Path, common: str, round_number: int, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    desk = Desk(tmp_path)
+    assert desk.saver.path is not None
+    slot(desk.saver.path, "0.0", 2, 6, part="a", round=2)
+    with caplog.at_level("WARNING"):
+        assert await lost(desk, round_number, common) == []
+    assert why in vars(caplog.records[-1])["why"]
     await desk.saver.close()
 
 

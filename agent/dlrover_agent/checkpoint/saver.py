@@ -14,6 +14,7 @@ commit, which makes the stored checkpoint valid.
 import asyncio
 import contextlib
 import logging
+import secrets
 import subprocess
 import sys
 import time
@@ -51,6 +52,7 @@ from dlrover_py.protocol.documents import read
 from dlrover_py.protocol.errors import CheckpointError, ConfigError, DLRoverError
 from dlrover_py.protocol.persister import (
     MAX_REPLY,
+    WRITE_DEADLINE_S,
     CancelWrite,
     CommitGrant,
     KeepRules,
@@ -72,6 +74,9 @@ MAX_CHECKPOINTS = 64
 """Most checkpoints in a report. The newest ones are reported."""
 RESTART_DELAYS_S = (0.0, 1.0, 5.0, 15.0, 60.0)
 """Seconds before a start of the persister, by the number of times it died in a row."""
+ALONE_S = 120.0
+"""Seconds without progress after which a write without a master fails. They include the wait for
+the writer lease of a lost node, which ends after `LEASE_S`."""
 WAKE_S = 5.0
 """Seconds between two SIGCONT for a persister that may be stopped, while a write is open."""
 
@@ -153,6 +158,10 @@ class Saver:
         self._stored: StoredCheckpoint | None = None
         self._request: PersistRequest | None = None
         self._granted = False
+        self._common_shard_group = ""
+        """The shard group that every rank has, as the master said it last; empty if none is."""
+        self._write_ended = asyncio.Event()
+        """Set by the last reply to the request that is open."""
         self._written_step = -1
         """Newest step of which this node has written its part to storage; -1 if there is none."""
         self._policy: CheckpointSpec | None = None
@@ -262,14 +271,68 @@ class Saver:
         newest = own[0] if own and self._dir else -1
         return newest if newest > max(stored, self._written_step) else None
 
-    def warn_of_unwritten(self) -> None:
-        """Log a warning if the newest step in memory is lost with this agent, which ends."""
+    def warn_of_unwritten(self, why: str = "") -> None:
+        """Log a warning if the newest step in memory is lost with this agent, which ends.
+
+        Args:
+            why: The reason, if no write has failed.
+        """
         if (step := self.unwritten_step()) is not None:
             progress = self._progress
             failed = progress is not None and progress.phase is PersistPhase.FAILED
-            why = progress.why if progress is not None and failed else self._persister.trouble
-            fields = {"step": step, "why": why or "the grace period was over, or no master answers"}
-            log.warning("checkpoint_not_stored", extra=fields)
+            reason = progress.why if progress is not None and failed else self._persister.trouble
+            reason = reason or why or "the grace period was over, or no master answers"
+            log.warning("checkpoint_not_stored", extra={"step": step, "why": reason})
+
+    async def store_without_master(self, round_number: int, term: int) -> None:
+        """Have this node store the newest state in its memory by itself, and wait for the end.
+
+        This is for a node whose master is lost for good, after its workers have ended. Only a state
+        that this node has as a whole is stored, which it is if all ranks have the same shard group.
+        It must be of the newest round, because only the master knew which older states have wrong
+        values. Nothing is lost if the master lives elsewhere: its writer lease is respected, and a
+        later checkpoint of the job stays the newest one.
+
+        Args:
+            round_number: The newest round of this node.
+            term: Term of the last master.
+        """
+        if self.unwritten_step() is None:
+            return
+        common, held = self._common_shard_group, self.memory()
+        whole = [
+            one.id
+            for one in held
+            if one.round >= round_number
+            and any(part == common for r, part in one.ranks.items() if r not in one.private_only)
+        ]
+        if not whole:
+            self.warn_of_unwritten(
+                "no master answers, and this node has only a part of the state"
+                if not common
+                else "no master answers, and the state in memory is of an earlier round"
+            )
+            return
+        newest = max(whole)
+        parts = [one for one in held if one.id == newest]
+        request = PersistRequest(
+            attempt=secrets.token_hex(6),
+            step=newest.step,
+            round=newest.round,
+            timeline=newest.timeline,
+            world=parts[0].world,
+            ranks=sorted({rank for one in parts for rank in one.ranks}),
+            writers=[self._node.node],
+            grant=term,
+        )
+        self._write_ended.clear()
+        self._start_write(request, without_master=True)
+        await self._write_ended.wait()
+        stored = self._stored
+        if stored is not None and stored.id >= newest:
+            why = "the master is lost; start the job again to continue from this step"
+            fields = {"step": stored.step, "where": stored.where, "why": why}
+            log.warning("checkpoint_stored_without_master", extra=fields)
 
     # --- Events of workers and the master ---
 
@@ -331,6 +394,7 @@ class Saver:
         if assignment.checkpoint and assignment.checkpoint != self._policy_text:
             self._policy_text = assignment.checkpoint
             self._read_policy()
+        self._common_shard_group = assignment.common_shard_group
         wanted = assignment.peer_checkpoint
         self._follow(assignment.peer, wanted.id if wanted is not None else None)
         new, old = assignment.persist, self._request
@@ -399,7 +463,7 @@ class Saver:
             return address(where) if where else ""
         return ""
 
-    def _start_write(self, new: PersistRequest) -> None:
+    def _start_write(self, new: PersistRequest, *, without_master: bool = False) -> None:
         """Request from the persister that it stores a checkpoint; start its process if necessary.
 
         Its replies arrive in :meth:`_on_reply`. The attempt is reported as failed immediately if
@@ -432,6 +496,8 @@ class Saver:
                 keep=KeepRules.of(keep),
                 spare=tuple(self._target.spare) if self._target is not None else (),
                 name=self._node.name,
+                without_master=without_master,
+                deadline_s=ALONE_S if without_master else WRITE_DEADLINE_S,
             )
         )
 
@@ -466,6 +532,8 @@ class Saver:
                 "checkpoint_persists",
                 extra=fields | ({"why": answer.why} if failed else {}),
             )
+            if failed or answer.phase is PersistPhase.DONE:
+                self._write_ended.set()
         self._master.urge()
 
     # --- Requests of workers ---

@@ -329,14 +329,13 @@ class WarmPool:
         """Whether the present build waits for workers that still import modules."""
         self._attempt_over: asyncio.Event | None = None
         """Set when the first attempt of the present build is over."""
-        self._number = 0
         self._file_thread = BackgroundThread("warm-files")
         self._observer = ImportObserver(scratch, self._file_thread)
         self._starter = Starter("zygotes")
         self._zygote_thread = BackgroundThread("zygote")
         """The thread that exchanges messages with zygotes, one request after the other."""
-        self._losses = 0
-        """Number of zygotes that were lost in sequence while they were built."""
+        self._number, self._losses = 0, 0
+        """Numbers of zygotes: of the last one, and of those lost in sequence while being built."""
         self._last_refusal = ""
         """The last reason for which a zygote refused to fork."""
 
@@ -529,6 +528,8 @@ class WarmPool:
             try:
                 candidate = await self._build_candidate(self.recipe.without(self._excluded_modules))
             except _ZygoteLostError as lost:
+                if self.disabled_reason:  # the agent ends: it is no fault of the recipe
+                    return
                 fitness = ZygoteFitness(str(lost))
                 if self._losses == len(self._timing.retry_pauses_s):
                     break
@@ -547,8 +548,7 @@ class WarmPool:
             if not fitness.unfit:
                 self._losses = 0
                 old, self._zygote = self._zygote, candidate
-                if old is not None:
-                    self._kill_zygote(old)
+                self._kill_zygote(old)
                 took = round(time.monotonic() - began, 3)
                 log.info("zygote_ready", extra={"modules": fitness.modules, "took_s": took})
                 self._end_attempt()
@@ -778,19 +778,24 @@ class WarmPool:
         return children or None
 
     def _discard_zygote(self, why: str) -> None:
-        """Log that the zygote is lost, kill it, and begin to build a new one from the recipe."""
-        log.warning("zygote_lost", extra={"why": why, "then": "cold start; it is built again"})
-        if self._zygote is not None:
-            self._kill_zygote(self._zygote)
-            self._zygote = None
+        """Log that the zygote is lost, kill it, and begin to build a new one from the recipe.
+
+        Nothing is logged or built once the agent ends: then zygotes end with all other processes.
+        """
+        if not self.disabled_reason:
+            log.warning("zygote_lost", extra={"why": why, "then": "cold start; it is built again"})
+        self._kill_zygote(self._zygote)
+        self._zygote = None
         if self.recipe is not None:
             self._build_soon()
 
-    def _kill_zygote(self, ended: _Zygote) -> None:
+    def _kill_zygote(self, ended: _Zygote | None) -> None:
         """Kill a zygote and its session, without waiting: a file system may hold the process.
 
-        It is reaped after its end, by :meth:`child_ended`.
+        It is reaped after its end, by :meth:`child_ended`. Nothing happens if there is none.
         """
+        if ended is None:
+            return
         with contextlib.suppress(OSError):
             ended.line.shutdown(socket.SHUT_RDWR)  # ends the wait of the thread
         self._zygote_thread.post(ended.line.close)
@@ -834,9 +839,8 @@ class WarmPool:
         if not self.disabled_reason:
             self.disabled_reason = why
             log.warning("warm_start_disabled", extra={"why": why})
-            if self._zygote is not None:
-                self._kill_zygote(self._zygote)
-                self._zygote = None
+            self._kill_zygote(self._zygote)
+            self._zygote = None
             self._on_change()
 
     async def close(self) -> None:
@@ -848,9 +852,8 @@ class WarmPool:
             self._building.cancel()
         tasks = [t for t in (self._observer.stop(), self._building) if t is not None]
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._zygote is not None:
-            self._kill_zygote(self._zygote)
-            self._zygote = None
+        self._kill_zygote(self._zygote)
+        self._zygote = None
 
 
 class _ForkDescriptors:

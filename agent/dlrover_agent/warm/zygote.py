@@ -10,6 +10,7 @@ DLRover, modules outside of the standard library are only imported by name, as t
 """
 
 import array
+import atexit
 import contextlib
 import gc
 import importlib
@@ -186,6 +187,8 @@ class Zygote:
         """Environment variables that imports have set."""
         self._files: dict[str, tuple[int, int]] = {}
         """State of the imported files, by path."""
+        self._frees_at_end = False
+        """Whether workers must free at their end what the zygote has made."""
 
     def run(self) -> ForkTarget:
         """Build the zygote, report whether it is fit, and serve requests until the agent ends.
@@ -287,6 +290,9 @@ class Zygote:
         if children := _children():
             return ZygoteFitness(f"an import has started processes ({children})")
         gc.collect()
+        self._frees_at_end = any(
+            getattr(type(one), "__module__", "") == "nanobind" for one in gc.get_objects()
+        )
         # Otherwise a child's garbage collector would write to every page, and so copy it.
         gc.freeze()
         fault = _probe()
@@ -384,6 +390,10 @@ class Zygote:
             if os.environ.get(name) != env.get(name):
                 _set_variable(name, env.get(name))
         _renew_random_state()
+        if self._frees_at_end:
+            # Else nanobind, with which triton is made, finds at the worker's end that nothing was
+            # freed, and prints some 30 lines. Others do not notice, and end a second faster.
+            atexit.register(gc.unfreeze)
         os.write(control, STARTED)
         os.close(control)
 

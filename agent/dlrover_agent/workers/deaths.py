@@ -3,7 +3,7 @@
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -46,13 +46,16 @@ class DeathRecords:
         self.deaths = []
         self._oom_kills = cgroups.oom_kills()
 
-    def facts(self, worker: Worker, code: int, step: int | None) -> Callable[..., WorkerFailure]:
+    def facts(
+        self, worker: Worker, code: int, step: int | None, ended_ranks: Sequence[int]
+    ) -> Callable[..., WorkerFailure]:
         """Collect what is known of a death now. The content of the error file is added later.
 
         Args:
             worker: The worker that has ended.
             code: Exit code, or the negative signal number.
             step: Newest step that the worker has reported; None if there is none.
+            ended_ranks: Ranks of this node that have ended with exit code 0.
 
         Returns:
             A function that describes the death. Its argument ``error_file`` is the content of the
@@ -71,6 +74,7 @@ class DeathRecords:
             step=step,
             ran_s=time.monotonic() - worker.started_at,
             out_of_memory=cgroups.oom_kills().since(self._oom_kills),
+            ended_ranks=ended_ranks,
         )
 
     async def explain(

@@ -59,6 +59,8 @@ class DeathFacts:
     """What the kernel's out-of-memory killer did; empty if it did nothing."""
     last_words: str = ""
     """The end of its output."""
+    ended_ranks: Sequence[int] = ()
+    """Ranks of its node that had ended with exit code 0 before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,12 +288,15 @@ def classify(facts: DeathFacts) -> FailureCause:
     """Return the class of a worker's failure, with evidence and advice.
 
     A broken connection to another worker is classified as communication, whatever else was printed.
-    It stays a consequence: the kind ``peer`` says that another rank's failure comes first.
+    It stays a consequence: the kind ``peer`` says that another rank's failure comes first. But if
+    another rank had ended with exit code 0, that is the likely cause.
     """
     if facts.out_of_memory:
         return _cause(FailureClass.HOST_MEMORY, SURE, facts.out_of_memory, _MEMORY)
     if facts.kind is FailureKind.PEER:
         quoted = facts.raised or _line_with(facts.last_words, "onnection") or "a connection broke"
+        if facts.ended_ranks:
+            return FailureCause.ended_early(facts.ended_ranks, _one_line(quoted))
         return _cause(FailureClass.COMMUNICATION, SURE, quoted, _NETWORK)
     for text in (facts.raised, *reversed(facts.earlier)):
         if (found := _by_text(text, SURE if text is facts.raised else LIKELY)) is not None:
@@ -325,12 +330,16 @@ def _cause(
     failure_class: FailureClass, confidence: Confidence, evidence: str, advice: str
 ) -> FailureCause:
     """Return a cause whose evidence is one line of ``MAX_EVIDENCE`` characters at most."""
-    evidence = " ".join(evidence[: 4 * MAX_EVIDENCE].split())
-    if len(evidence) > MAX_EVIDENCE:
-        evidence = evidence[: MAX_EVIDENCE - 1] + "…"
+    evidence = _one_line(evidence)
     return FailureCause(
         failure_class=failure_class, confidence=confidence, evidence=evidence, advice=advice
     )
+
+
+def _one_line(text: str) -> str:
+    """Return a text as one line of ``MAX_EVIDENCE`` characters at most."""
+    text = " ".join(text[: 4 * MAX_EVIDENCE].split())
+    return text if len(text) <= MAX_EVIDENCE else text[: MAX_EVIDENCE - 1] + "…"
 
 
 def _by_text(text: str, most: Confidence) -> FailureCause | None:

@@ -180,6 +180,7 @@ def describe(
     forked: bool = False,
     single_worker: bool = False,
     out_of_memory: str = "",
+    ended_ranks: Sequence[int] = (),
 ) -> WorkerFailure:
     """Describe a worker's death for the master.
 
@@ -205,6 +206,7 @@ def describe(
             can have broken.
         out_of_memory: Description of what the kernel's out-of-memory killer did in this round. It
             is empty if it did nothing.
+        ended_ranks: Ranks of this node that had ended with exit code 0 before.
     """
     killed = f"was killed by {signal_name(-exit_code)}" if exit_code < 0 else ""
     # A killed process may have handled all exceptions that it printed long before its death.
@@ -273,6 +275,7 @@ def describe(
                 earlier=_earlier(from_file or _plain(stderr)) if trace else (),
                 out_of_memory=out_of_memory,
                 last_words=_plain(last_words if kind is not FailureKind.PEER else stderr_tail),
+                ended_ranks=ended_ranks,
             )
         ),
     )

@@ -552,13 +552,15 @@ class WorkerSupervisor:
                 self._replace_by_cold_start(worker)
                 return
         if not code:
+            worker.succeeded = True
             self._report_end(worker, None)
             return
         first = not self._stopped and sum(w.ended for w in self._workers) == 1
         if first and worker.is_young and code != -signal.SIGKILL:
             self.warm.distrust_earlier(forked=worker.child is not None)
         stopped = self._stopped and -code in (*self._command.signals, signal.SIGKILL)
-        describer = self._deaths.facts(worker, code, step)
+        succeeded = [w.rank for w in self._workers if w.succeeded]
+        describer = self._deaths.facts(worker, code, step, succeeded)
         task = asyncio.create_task(self._explain(worker, describer, stopped=stopped))
         self._explanations.add(task)
         task.add_done_callback(self._explanations.discard)

@@ -69,6 +69,8 @@ class Worker:
     """Whether the process has ended, or could not be started."""
     over: bool = False
     """Whether the end was reported, with its cause."""
+    succeeded: bool = False
+    """Whether the process has ended with exit code 0."""
 
     @property
     def process(self) -> ProcessId | None:

@@ -14,7 +14,7 @@ from dlrover_py.protocol.status import JobPhase
 
 COSMETIC_FIELDS = (
     *("checkpoint", "loader", "snapshot", "peer", "peer_checkpoint", "persist"),
-    *("stay_until_stored", "last_step_s", "log_rules"),
+    *("stay_until_stored", "last_step_s", "log_rules", "common_shard_group"),
 )
 """Fields of an assignment that change nothing about the workers."""
 
@@ -164,6 +164,7 @@ class Assignments:
             ),
             peer_checkpoint=copies,
             persist=self.live.checkpoints.persist_request(node.id, self.state.term),
+            common_shard_group=self.live.checkpoints.memory.common_shard_group,
             stay_until_stored=directive is Directive.STOP and self.live.checkpoints.holds(node.id),
         )
         if old is not None and (old.round, old.directive) == (self.state.round, directive):

@@ -547,7 +547,8 @@ class Checkpoints:
 
     def _remember(self, node: NodeId, known: NodeHoldings, memory: list[MemoryCheckpoint]) -> None:
         """Replace the list of what a node holds; this may lead to a new attempt to store."""
-        self.memory.replace(node, known, memory)
+        if self.memory.replace(node, known, memory):  # they have a different common shard group
+            self._outcome.reassign.update(self.memory.nodes)
         self.in_use |= bool(memory)
         self.storable |= any(held.persist for held in memory)
         self._needs_decision |= bool(self.memory.requested or self._flush)
@@ -681,9 +682,8 @@ class Checkpoints:
         self._outcome.journal_changed = True
         if (one := self.memory.checkpoints.get(run.id)) is not None:
             one.stored = True
-        where = ""
-        if self.stored is not None and self.stored.step == run.id.step:
-            where = f" in {self.stored.where}"
+        stored = self.stored
+        where = f" in {stored.where}" if stored and stored.step == run.id.step else ""
         message = f"the checkpoint of step {run.id.step} was stored{where}"
         self._outcome.note(EventReason.CHECKPOINT_STORED, message)
         self._outcome.reassign.update(run.ranks)

@@ -22,12 +22,21 @@ from dlrover_py.master.core.policy import (
 from dlrover_py.master.core.state import NON_DISRUPTIVE
 from dlrover_py.master.core.transitions import Transitions
 from dlrover_py.master.core.tuning import Tuning
-from dlrover_py.protocol.agents import FailureClass, FailureKind, WorkerFailure
+from dlrover_py.protocol.agents import (
+    FailureCause,
+    FailureClass,
+    FailureKind,
+    WorkerFailure,
+    WorkerPhase,
+)
 from dlrover_py.protocol.errors import ExitCode
 from dlrover_py.protocol.hosts import HostFaultKind
 from dlrover_py.protocol.names import NodeId
 from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.status import Failure, JobPhase
+
+MAX_TOLD = 240
+"""Characters of a worker's message that are quoted in a cause."""
 
 
 class Failures:
@@ -120,6 +129,9 @@ class Failures:
             return
         node = self.live.nodes.get(node_id)
         if node is not None and node.alive:
+            if ended := self._ended_ranks(but=node_id):
+                cause = FailureCause.ended_early(ended, failure.message[:MAX_TOLD])
+                failure = failure.model_copy(update={"cause": cause})
             self._count_failure(node, failure)
         if self.state.pending_round is pending:
             pending.suspected = pending.hold_until = None
@@ -292,6 +304,24 @@ class Failures:
             )
             self.state.replacement_slots.append(self._capacity.new_slot(node.relaunches + 1))
             self._capacity.dismiss(node, "its restarts are used up", ExitCode.FAILED)
+
+    def _ended_ranks(self, *, but: NodeId) -> list[int]:
+        """Return the ranks of nodes whose workers have all ended with exit code 0 in the round.
+
+        Args:
+            but: A node that is left out.
+        """
+        ranks: list[int] = []
+        for member in self.state.world.members if self.state.world else ():
+            node = self.live.nodes.get(member.node)
+            report = node.report if node is not None and node.id != but else None
+            if (
+                report is not None
+                and report.phase is WorkerPhase.SUCCEEDED
+                and report.follows == self.state.round
+            ):
+                ranks += range(member.rank_offset, member.rank_offset + member.nproc)
+        return ranks
 
     def _awaits_news(self, *, but: NodeId, since: float) -> bool:
         """Return whether another member is suspect, or has not reported since a monotonic time.

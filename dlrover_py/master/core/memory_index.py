@@ -100,11 +100,14 @@ class MemoryIndex:
         self.checkpoints: dict[CheckpointId, KnownCheckpoint] = {}
         self.requested: set[CheckpointId] = set()
         """Checkpoints that workers want to be stored."""
+        self.common_shard_group = ""
+        """The shard group that every rank has in the newest timeline in which all have reported
+        one; empty if ranks have different ones."""
         self.leaving: frozenset[NodeId] = frozenset()
         """Nodes that have to end: readers use other nodes if they can."""
         self._timelines: dict[tuple[Round, Timeline], _Timeline] = {}
 
-    def replace(self, node: NodeId, known: NodeHoldings, memory: list[MemoryCheckpoint]) -> None:
+    def replace(self, node: NodeId, known: NodeHoldings, memory: list[MemoryCheckpoint]) -> bool:
         """Replace the list of what a node holds in memory.
 
         Checkpoints whose entries are equal are skipped. A checkpoint that no node holds any more is
@@ -114,6 +117,9 @@ class MemoryIndex:
             node: Id of the node.
             known: Its last report.
             memory: What it holds now.
+
+        Returns:
+            Whether the common shard group has changed.
         """
         before, after = _by_id(known.memory), _by_id(memory)
         known.memory = memory
@@ -121,6 +127,15 @@ class MemoryIndex:
             old, new = before.get(key, []), after.get(key, [])
             if old != new:
                 self._replace_one(node, key, old, new)
+        newest = max(after, default=None)
+        groups = self._timelines[newest.timeline_key].all_parts() if newest is not None else None
+        if not groups:
+            return False
+        common, self.common_shard_group = (
+            self.common_shard_group,
+            next(iter(groups)) if len(groups) == 1 else "",
+        )
+        return common != self.common_shard_group
 
     def is_complete(self, key: CheckpointId) -> bool:
         """Return whether living nodes hold every shard group of a checkpoint that is in the index.
