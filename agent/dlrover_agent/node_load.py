@@ -83,6 +83,7 @@ class LoadMeter:
 
     def __init__(
         self,
+        devices: DeviceMeter,
         *,
         clock: Callable[[], float] = time.monotonic,
         periods: Callable[[], tuple[int, int]] = cgroups.cpu_periods,
@@ -91,19 +92,18 @@ class LoadMeter:
             tcp_links.connections
         ),
         pressure: Path = PRESSURE,
-        devices: DeviceMeter | None = None,
     ) -> None:
         """Read nothing yet.
 
         Args:
+            devices: The GPUs of this node.
             clock: Returns seconds that never decrease.
             periods: Returns the periods of the CPU limit, and those in which it stopped a process.
             usage: Returns what the container uses; None without a limit.
             links: Returns the TCP connections of processes, by their inode.
             pressure: Folder with the files ``cpu``, ``io`` and ``memory`` of the kernel.
-            devices: The GPUs of this node; by default those that NVML reports.
         """
-        self.devices = devices or DeviceMeter()
+        self.devices = devices
         """What the GPUs of this node report."""
         self.newest: NodeLoad | None = None
         """The load that is reported; None before the second reading."""

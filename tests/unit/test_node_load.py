@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+from dlrover_agent.devices import DeviceMeter
 from dlrover_agent.node_load import LEAST_CHANGE, LoadMeter
 from dlrover_agent.tcp_links import Connection, busiest
 from dlrover_py.process import cgroups
 from dlrover_py.protocol.agents import NodeLoad
+
+NO_GPUS = DeviceMeter(lambda: None)
 
 
 class Machine:
@@ -17,6 +20,7 @@ class Machine:
         self.group.mkdir()
         self.ours.write_text("0::/limited\n")
         self.meter = LoadMeter(
+            NO_GPUS,
             clock=lambda: self.now,
             periods=lambda: cgroups.cpu_periods(folder, self.ours),
             usage=lambda: None,
@@ -54,6 +58,7 @@ def test_a_small_change_is_not_reported(tmp_path: Path) -> None:
 
 def test_without_a_limit_and_without_the_kernels_files_nothing_is_lacking(tmp_path: Path) -> None:
     meter = LoadMeter(
+        NO_GPUS,
         clock=iter((0.0, 10.0)).__next__,
         periods=lambda: (0, 0),
         usage=lambda: None,
@@ -74,6 +79,7 @@ def test_what_a_container_uses_is_reported_with_its_limit(tmp_path: Path) -> Non
     used: list[cgroups.Usage | None] = [None]
     machine = Machine(tmp_path)
     machine.meter = LoadMeter(
+        NO_GPUS,
         clock=lambda: machine.now,
         periods=lambda: (0, 0),
         usage=lambda: used[0],
