@@ -20,6 +20,7 @@ from dlrover_py.master.core.diagnosis.slowness import (
     Window,
     in_words,
 )
+from dlrover_py.master.core.events import Rules
 from dlrover_py.protocol.agents import NodeLoad
 from dlrover_py.protocol.diagnosis import SlowKind
 from dlrover_py.protocol.job import ElasticJob
@@ -245,6 +246,22 @@ def test_a_difference_that_is_small_came_later_or_costs_nothing_is_no_stage() ->
         assert watch.slow is None or watch.slow.kind is not SlowKind.STAGE
 
 
+def test_cpu_times_that_are_not_reported_are_no_difference() -> None:
+    """Agents that do not report the CPU time say 0, so each node has endlessly more than that."""
+    for before in ((), (Excess("n2", 0),)):
+        watch = watched(uneven(100, usual=0.0), earlier=before)
+        assert watch.excess is None
+        assert watch.slow is None
+
+
+def test_the_shift_is_that_of_a_step_or_of_the_part_if_no_step_was_faster() -> None:
+    changed = Slowness(SlowKind.MACHINE, "n2", 7, step_s=1.5, usual_s=1.0, part=9, others=1)
+    assert changed.shift == 1.5
+    steady = replace(changed, usual_s=1.5)
+    assert steady.shift == 9
+    assert replace(steady, others=0.0).shift > 1e6, "the others need no CPU time any more"
+
+
 def test_what_stays_with_the_place_is_a_stage_and_what_stays_with_the_host_a_machine() -> None:
     place = watched(uneven(20), earlier=(Excess("n9", 2),)).slow
     assert place is not None
@@ -339,17 +356,20 @@ def test_what_lasts_becomes_usual() -> None:
 class Train:
     """A job that trains at one step a second until it is told otherwise."""
 
-    def __init__(self, nodes: int = 3, standby: int = 0, **diagnosis: Any) -> None:
+    def __init__(
+        self, nodes: int = 3, standby: int = 0, rules: Rules | None = None, **diagnosis: Any
+    ) -> None:
         """Start the job.
 
         Args:
             nodes: number of nodes that train.
             standby: number of further nodes.
+            rules: times of the master.
             diagnosis: settings of the diagnosis.
         """
         document = job_file(nodes, standbyReplicas=standby)
         document["spec"]["diagnosis"] = diagnosis
-        self.bench: Bench = running(ElasticJob.parse(document))
+        self.bench: Bench = running(ElasticJob.parse(document), rules)
         self.step = 0
         self.spent: dict[str, dict[str, float]] = {}
         self.cpu: dict[str, float] = {}
@@ -372,6 +392,16 @@ class Train:
     def told(self) -> list[tuple[str, str]]:
         kinds = (EventReason.SLOW, EventReason.SLOW_OVER)
         return [(e.reason, e.message) for e in self.bench.job.state.events if e.reason in kinds]
+
+    def messages(self, reason: EventReason) -> list[str]:
+        return [e.message for e in self.bench.job.state.events if e.reason == reason]
+
+    def link(self, node: str, peer: str) -> None:
+        """Make the link between two nodes slow: both report it."""
+        address = {agent.node: agent.report().offer.addr for agent in self.bench.living()}
+        for one, other in ((node, peer), (peer, node)):
+            load = NodeLoad(sending=0.6 if one == node else 0.5, peer=address[NodeId(other)])
+            self.bench.agent(one).load = load
 
     def condition(self) -> str:
         status = self.bench.job.status(self.bench.now, self.bench.now)
@@ -461,8 +491,15 @@ def test_nothing_is_told_if_the_job_does_not_want_it_or_does_not_measure() -> No
 class Suspected(Train):
     """A job of four nodes with a standby. From some step on, n2 needs more CPU time."""
 
-    def __init__(self, *, standby: int = 1, slow: str = "act", faults: str = "") -> None:
-        super().__init__(nodes=4, standby=standby, slow=slow)
+    def __init__(
+        self,
+        *,
+        standby: int = 1,
+        slow: str = "act",
+        faults: str = "",
+        rules: Rules | None = None,
+    ) -> None:
+        super().__init__(nodes=4, standby=standby, rules=rules, slow=slow)
         self.go(USUAL)
         self.cpu["n2"] = 0.8
         self.bench.agent("n2").fault = faults
@@ -478,9 +515,6 @@ class Suspected(Train):
             if self.bench.job.state.round > before:
                 return
         raise AssertionError(self.bench.job.state.reason)
-
-    def messages(self, reason: EventReason) -> list[str]:
-        return [e.message for e in self.bench.job.state.events if e.reason == reason]
 
 
 def test_a_slow_machine_is_checked_in_pairs_between_two_rounds_and_left_out() -> None:
@@ -515,6 +549,70 @@ def test_a_new_master_goes_on_with_the_check() -> None:
     train.until_checked()
     assert train.messages(EventReason.NODE_EXCLUDED)
     assert "n2" not in train.bench.members
+
+
+def test_a_check_that_fails_everywhere_leaves_nobody_out_and_has_an_event() -> None:
+    train = Suspected(faults="device")
+    for node in ("n0", "n1", "n4"):
+        train.bench.agent(node).fault = "device"
+    train.go(30, step_s=1.6)
+    train.until_checked()
+    (void,) = train.messages(EventReason.CHECK_VOID)
+    assert void.startswith("the check also fails without the suspect, so it says nothing, and n2 ")
+    assert void.endswith(" are free to train: n0: broke")
+    for reason in (EventReason.NODE_EXCLUDED, EventReason.NODES_CHECKED):
+        assert not train.messages(reason)
+    assert len(train.bench.members) == 4
+
+
+def test_a_job_whose_nodes_are_checked_for_long_does_not_fail_for_lack_of_them() -> None:
+    train = Suspected(faults="hang", rules=Rules(check_s=300.0, join_timeout_s=200.0))
+    train.go(30, step_s=1.6)
+    for _ in range(400):
+        train.bench.deliver_facts()
+        train.bench.exchange()
+        train.bench.end_checks()
+        train.bench.pass_time(2.0)
+    assert not train.bench.job.state.phase.ended, train.bench.job.state.reason
+    assert train.messages(EventReason.NODE_EXCLUDED)
+    assert sorted(train.bench.members) == ["n0", "n1", "n3", "n4"]
+
+
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_a_slow_link_needs_two_members_besides_its_ends_to_be_checked(nodes: int) -> None:
+    train = Train(nodes=nodes, standby=1, slow="act")
+    train.go(USUAL)
+    train.link("n0", "n1")
+    train.go(100, step_s=2.0)
+    assert train.condition().endswith(
+        "It is not checked: fewer than two members to compare with, besides both ends of the link"
+    )
+    assert not train.messages(EventReason.NODES_SUSPECTED)
+
+
+def test_a_slow_link_is_checked_without_its_other_end() -> None:
+    train = Train(nodes=4, standby=1, slow="act")
+    train.go(USUAL)
+    train.link("n0", "n1")
+    train.go(100, step_s=2.0)
+    (suspected,) = train.messages(EventReason.NODES_SUSPECTED)
+    assert suspected.startswith("n0 is checked with n4 and n2 and n3: ")
+
+
+def test_a_new_master_waits_for_all_nodes_of_the_check() -> None:
+    """Otherwise the first ones would be checked in one group of three, or alone."""
+    train = Suspected(faults="slow")
+    while not train.messages(EventReason.NODES_SUSPECTED):
+        train.go(1, step_s=1.6)
+    train.bench.restart_master()
+    late = train.bench.agent("n4")
+    late.cut = True
+    train.go(2, step_s=1.6)
+    assert not train.messages(EventReason.CHECK_STARTED)
+    late.cut = False
+    train.until_checked()
+    (first, *_) = train.messages(EventReason.CHECK_STARTED)
+    assert first == "check 1 started: n0+n1, n2+n4"
 
 
 def test_a_node_is_checked_only_with_a_standby_and_if_the_job_allows_it() -> None:

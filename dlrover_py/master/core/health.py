@@ -96,6 +96,8 @@ class Finding:
     verdict: Verdict
     message: str
     """Result of the check, in words."""
+    void: bool = False
+    """Whether the check says nothing about the nodes, so that they go on as before."""
 
 
 @dataclass(slots=True)
@@ -331,8 +333,7 @@ class Health:
         for node in nodes:
             self.decide(node, Verdict.GOOD)
         self._record.confirmed = []
-        words = f"was not compared, as the check failed on other nodes, too: {why}"
-        return [Finding((node,), Verdict.GOOD, words) for node in nodes]
+        return [Finding((node,), Verdict.GOOD, why, void=True) for node in nodes]
 
     def _witnessed(
         self, suspect: NodeId, check_groups: Sequence[_CheckGroup]

@@ -149,6 +149,13 @@ class Slowness:
     clocks: bool = False
     """Whether ``part`` is the share of its GPUs whose clocks are slowed."""
 
+    @property
+    def shift(self) -> float:
+        """Times that a step takes of the usual time; or that the part is of that of other nodes."""
+        if self.usual_s < self.step_s:
+            return self.step_s / self.usual_s
+        return self.part / max(self.others, 1e-6)
+
 
 @dataclass(slots=True)
 class SlowWatch:
