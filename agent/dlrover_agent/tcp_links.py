@@ -32,6 +32,8 @@ DEADLINE_S = 1.0
 BUSY_AT, BLOCKED_AT = 168, 176
 """Places of ``tcpi_busy_time`` and ``tcpi_rwnd_limited`` in ``struct tcp_info``: microseconds with
 data that was not acknowledged, and those of them in which the receiver had no room."""
+ACKED_AT = 120
+"""Place of ``tcpi_bytes_acked`` in it: bytes that the other end has acknowledged."""
 MOST_BYTES = 1 << 16
 """Most bytes of one answer of the kernel; it sends 32 KiB at a time."""
 _HEADER = struct.Struct("=IHHII")
@@ -54,6 +56,8 @@ class Connection:
     """IP address of the other end."""
     waited_us: int
     """Microseconds in which the network had data of this connection, and the receiver had room."""
+    sent_bytes: int = 0
+    """Bytes that the other end has acknowledged."""
 
 
 def connections(
@@ -89,8 +93,8 @@ def connections(
 
 def busiest(
     before: Mapping[int, Connection], now: Mapping[int, Connection], seconds: float
-) -> tuple[float, str]:
-    """Return the share of the time in which the busiest connection waited, and its other end.
+) -> tuple[float, str, float]:
+    """Return how long the busiest connection waited, its other end, and how fast the links are.
 
     Args:
         before: Connections at an earlier time.
@@ -98,16 +102,22 @@ def busiest(
         seconds: Seconds between both; more than 0.
 
     Returns:
-        A share from 0 to 1, and an IP address; 0 and an empty text without a connection.
+        The share of the time in which the busiest connection waited, from 0 to 1. The IP address of
+        its other end. The bytes that all connections have sent for each second of that wait: many
+        connections at the same time share a link. Without a wait 0, an empty text, and 0.
     """
-    waits = [
-        (one.waited_us - before[inode].waited_us, one.peer)
+    lasted = [
+        (one, before[inode])
         for inode, one in now.items()
         if inode in before and before[inode].peer == one.peer
     ]
+    waits = [(one.waited_us - old.waited_us, one.peer) for one, old in lasted]
     longest, peer = max(waits, default=(0, ""))
     share = min(1.0, max(0.0, longest / (1e6 * seconds)))
-    return share, peer if share else ""
+    if not share:
+        return 0.0, "", 0.0
+    sent = sum(max(0, one.sent_bytes - old.sent_bytes) for one, old in lasted)
+    return share, peer, sent / (share * seconds)
 
 
 def _sockets(folder: Path) -> list[int]:
@@ -174,10 +184,10 @@ class _Asked:
             length, kind = _ATTRIBUTE.unpack_from(answer, at)
             info = answer[at + _ATTRIBUTE.size : at + length]
             if kind == INFO and len(info) >= BLOCKED_AT + 8:  # Linux 4.10
-                busy, blocked = (
-                    struct.unpack_from("=Q", info, n)[0] for n in (BUSY_AT, BLOCKED_AT)
+                busy, blocked, sent = (
+                    struct.unpack_from("=Q", info, n)[0] for n in (BUSY_AT, BLOCKED_AT, ACKED_AT)
                 )
-                return Connection(peer.removeprefix("::ffff:"), max(0, busy - blocked))
+                return Connection(peer.removeprefix("::ffff:"), max(0, busy - blocked), sent)
             at += max(_ATTRIBUTE.size, length + 3 & ~3)
         return None
 

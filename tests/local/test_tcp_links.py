@@ -55,7 +55,7 @@ def test_a_receiver_that_does_not_read_is_no_slow_network() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.create_connection(server.getsockname()) as client,
-        server.accept()[0],
+        server.accept()[0] as accepted,
     ):
         client.settimeout(1.0)
         with pytest.raises(TimeoutError):
@@ -66,6 +66,8 @@ def test_a_receiver_that_does_not_read_is_no_slow_network() -> None:
         # It has had data nearly all the time. Other counters of the kernel do not fit in here.
         assert passed / 2 < blocked <= busy < 1.1 * passed
         assert found.waited_us == busy - blocked < passed / 2
+        received = accepted.recv(1 << 26, socket.MSG_PEEK)
+        assert len(received) <= found.sent_bytes < 1 << 26
 
 
 def test_one_connection_is_found_among_many_of_others(tmp_path: Path) -> None:

@@ -201,6 +201,115 @@ def test_without_a_common_end_no_node_is_named() -> None:
         assert "; connections of several nodes wait for the network: link" in in_words(found)
 
 
+# --- a link that is slow from the first step on ---
+
+
+def shaped(rng: random.Random) -> Iterator[Window]:
+    """Windows of a healthy job whose nodes have different traffic, or slightly unequal links."""
+    count = rng.randint(2, 9)
+    nodes = [f"n{i}" for i in range(count)]
+    line, volume = 10 ** rng.uniform(7, 10), 10 ** rng.uniform(5, 9)
+    speed = {name: line * rng.uniform(0.6, 1) for name in nodes}
+    traffic = dict.fromkeys(nodes, volume)
+    peer = {name: nodes[(i + 1) % count] for i, name in enumerate(nodes)}
+    odd = rng.choice(nodes)
+    match rng.choice(("stages", "rack", "racks", "messages", "upload", "little", "root")):
+        case "stages":  # their borders have different sizes, and inner stages have two of them
+            traffic = {name: volume * 10 ** rng.uniform(-1.5, 1.5) for name in nodes}
+            speed = {name: value * rng.choice((1, 2)) for name, value in speed.items()}
+        case "rack":  # one node has a longer way, which three nodes share
+            speed[odd] = min(speed.values()) / 2
+            speed[nodes[nodes.index(odd) - 1]] = speed[odd]
+        case "racks":  # the ring crosses the slow border of two racks twice
+            for name in (nodes[count // 2 - 1], nodes[-1]):
+                speed[name] = line / 6 if count >= 4 else speed[name]
+        case "messages":  # all of them wait for acknowledgements
+            speed = {name: 10 ** rng.uniform(4, 6.9) for name in nodes}
+        case "upload":  # the node that writes to a store far away
+            speed[odd], peer[odd] = line / 30, ""
+        case "little":  # the node that sends short messages only
+            speed[odd], traffic[odd] = line / 30, volume * rng.uniform(0, 0.3)
+        case "root":  # one node sends to all
+            traffic[odd], speed[odd] = (count - 1) * volume, line
+    compute_s = volume / line * 10 ** rng.uniform(-1, 1.5)
+    for number in range(3 * PEER_WINDOWS):
+        now = {name: value * rng.uniform(0.8, 1.2) for name, value in speed.items()}
+        waits = {name: traffic[name] / now[name] for name in nodes}
+        step_s = compute_s * rng.uniform(0.97, 1.03) + max(waits.values())
+        parts = {
+            name: Parts(sending=waits[name], peer=peer[name], speed=now[name]) for name in nodes
+        }
+        yield Window(number, step_s, parts)
+
+
+def test_healthy_jobs_with_uneven_traffic_have_no_slow_link() -> None:
+    for seed in range(HEALTHY_JOBS):
+        watch = SlowWatch()
+        for window in shaped(random.Random(seed)):
+            watch.saw(window)
+            assert watch.slow is None or not watch.slow.speeds, (seed, in_words(watch.slow))
+
+
+Row = tuple[float, int, float]
+"""Share of the time in which a node waits, the node at the other end, and megabytes a second."""
+RING: list[Row] = [(0.10, 3, 41.7), (0.14, 2, 29.5), (0.92, 1, 4.6), (0.98, 2, 4.3)]
+"""All-reduces of 8 MB with gloo on four nodes at 400 Mbit/s. That of n2 has 40 Mbit/s."""
+EVEN: list[Row] = [(0.76, 3, 43.3), (0.76, 0, 43.5), (0.76, 1, 43.3), (0.79, 2, 41.6)]
+"""The same with four good links."""
+STAGES: list[Row] = [(0.04, 1, 48.8), (0.09, 2, 25.0), (0.39, 3, 5.7), (0.38, 2, 4.7)]
+"""Four stages of a pipeline with borders of 8, 2 and 8 MB. The link of n2 has 40 Mbit/s."""
+GOOD_STAGES: list[Row] = [(0.21, 1, 48.3), (0.26, 0, 48.4), (0.26, 3, 48.5), (0.22, 2, 45.2)]
+"""The same with four good links."""
+SMALL: list[Row] = [(0.40, 3, 0.9), (0.32, 0, 1.2), (0.30, 1, 1.3), (0.35, 2, 1.1)]
+"""All-reduces of 2 kB."""
+
+
+def steady(rows: list[Row], count: int = PEER_WINDOWS, step_s: float = 2.8) -> Slowness | None:
+    """Return the verdict on a job in which nothing changes."""
+    watch = SlowWatch()
+    for number in range(count):
+        parts = {
+            f"n{i}": Parts(sending=share * step_s, peer=f"n{peer}", speed=1e6 * speed)
+            for i, (share, peer, speed) in enumerate(rows)
+        }
+        watch.saw(Window(number, step_s, parts))
+    return watch.slow
+
+
+def test_a_link_that_was_slow_from_the_first_step_on_is_told_after_ten_windows() -> None:
+    assert steady(RING, PEER_WINDOWS - 1) is None
+    ring = steady(RING)
+    assert ring is not None
+    assert (ring.kind, ring.node, ring.peer, ring.shift > 6) == (SlowKind.LINK, "n2", "n1", True)
+    assert in_words(ring).startswith(
+        "since step 0, the link between n2 and n1 carries 4.3 MB/s while data waits for it, "
+        "29.5 MB/s on the other nodes: link. Check cable"
+    )
+    stages = steady(STAGES)
+    assert stages is not None
+    assert (stages.kind, {stages.node, stages.peer}) == (SlowKind.LINK, {"n2", "n3"})
+
+
+def test_measured_jobs_with_good_links_have_no_slow_one() -> None:
+    for rows in (EVEN, GOOD_STAGES, SMALL, RING[:3], [(*row[:2], row[2] / 10) for row in RING]):
+        assert steady(rows, 3 * PEER_WINDOWS) is None
+
+
+def test_a_link_that_is_slow_now_and_then_or_costs_little_is_not_told() -> None:
+    watch = SlowWatch()
+    for number in range(3 * PEER_WINDOWS):
+        rows = EVEN if number % PEER_WINDOWS == PEER_WINDOWS - 1 else RING
+        parts = {
+            f"n{i}": Parts(sending=share, peer=f"n{peer}", speed=1e6 * speed)
+            for i, (share, peer, speed) in enumerate(rows)
+        }
+        watch.saw(Window(number, 1.0, parts))
+        assert watch.slow is None
+    assert steady([(share / 4, peer, speed) for share, peer, speed in RING], 30) is None
+    elsewhere = [(0.9, 1, 4.0), (0.8, 0, 40.0), (0.9, 3, 5.0), (0.8, 2, 40.0), (0.8, 0, 40.0)]
+    assert steady(elsewhere, 30) is None, "two slow links without a common end"
+
+
 def uneven(
     count: int, *, node: str = "n2", cpu: float = 1.0, usual: float = 0.5, after: int = 0
 ) -> Iterator[Window]:
@@ -449,6 +558,19 @@ def test_a_slow_link_is_told_with_both_ends() -> None:
     ((_, message),) = train.told()
     assert "; the link between n1 and n2 waits for the network " in message
     assert " s a step, 0 s before: link. Check cable" in message
+
+
+def test_a_link_that_was_slow_from_the_first_step_on_is_told_in_a_job() -> None:
+    train = Train(nodes=4)
+    address = {agent.node: agent.report().offer.addr for agent in train.bench.living()}
+    for i, (share, peer, speed) in enumerate(RING):
+        load = NodeLoad(
+            sending=share, peer=address[NodeId(f"n{peer}")], link_bytes_s=int(1e6 * speed)
+        )
+        train.bench.agent(f"n{i}").load = load
+    train.go(USUAL + 20)
+    ((_, message),) = train.told()
+    assert "the link between n2 and n1 carries 4.3 MB/s while data waits for it, 29.5" in message
 
 
 def test_a_place_with_more_work_is_told_again_on_another_node() -> None:

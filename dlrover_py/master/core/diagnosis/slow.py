@@ -149,6 +149,7 @@ class SlowJob:
                 pressure=load.cpu if load is not None else 0.0,
                 sending=load.sending * times[-1] if load is not None else 0.0,
                 clocks=load.clocks if load is not None else 0.0,
+                speed=load.link_bytes_s if load is not None else 0.0,
                 # On one machine, several nodes have the same address.
                 peer=node_at[peer] if addresses[peer] == 1 else "",
             )
