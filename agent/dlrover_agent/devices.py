@@ -323,3 +323,12 @@ def nvml_source(environ: Mapping[str, str]) -> GpuSource | None:
         return NvmlSource(nvml, environ)
     except nvml.NVMLError:
         return None  # no driver, or a container without GPUs
+
+
+def nvml_meter(environ: Mapping[str, str]) -> DeviceMeter:
+    """Return the meter of the GPUs that a job may use, as NVML reports them.
+
+    Args:
+        environ: Environment of the workers, which says what GPUs they may use.
+    """
+    return DeviceMeter(lambda: nvml_source(environ))
