@@ -35,6 +35,8 @@ class Gpu:
     links: list[list[int]] = field(default_factory=list)
     """Errors of each NVLink by number of the counter; empty for a link that is down."""
     lost: bool = False
+    uuid: str = ""
+    model: str = "NVIDIA H100 80GB HBM3"
     errors: dict[str, int] = field(default_factory=dict)
     """Numbers of the errors that functions raise for it, by their names."""
 
@@ -72,6 +74,12 @@ class FakeNvml:
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> Gpu:
         return self._asked("nvmlDeviceGetHandleByIndex", self.gpus[index])
+
+    def nvmlDeviceGetUUID(self, handle: Gpu) -> str:
+        return self._asked("nvmlDeviceGetUUID", handle).uuid
+
+    def nvmlDeviceGetName(self, handle: Gpu) -> str:
+        return self._asked("nvmlDeviceGetName", handle).model
 
     def nvmlEventSetCreate(self) -> list[Gpu]:
         return []

@@ -467,7 +467,7 @@ def _command(flags: Flags, settings: Settings, *, member: bool) -> Command:
     if cpus and nproc == 1 and "OMP_NUM_THREADS" not in settings.environ:
         cold_start_reason = "--numa-binding: OpenMP counts the CPUs when it is imported"
     if flags.virtual_local_rank:
-        from dlrover_agent.workers.visible_devices import one_for_each
+        from dlrover_agent.visible_devices import one_for_each
 
         one_for_each(settings.environ, nproc)
     if flags.precheck and importlib.util.find_spec("torch") is None:
@@ -660,7 +660,7 @@ def count_gpus(given: str | None) -> int:
     Args:
         given: Value of CUDA_VISIBLE_DEVICES; None if it is not set.
     """
-    from dlrover_agent.workers import visible_devices
+    from dlrover_agent import visible_devices
 
     folder = Path("/proc/driver/nvidia/gpus")
     listed = sorted(folder.iterdir()) if folder.is_dir() else []

@@ -1,4 +1,4 @@
-"""What NVML says of the GPUs of this node: errors since the agent has started, and slowed clocks.
+"""What NVML says of the job's GPUs on this node: errors since the agent has started, slowed clocks.
 
 The library is optional (extra ``nvml``), and a broken driver may block a call for ever. So it is
 read in a thread, and the agent never waits for it.
@@ -6,11 +6,12 @@ read in a thread, and the agent never waits for it.
 
 import importlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, Protocol
 
+from dlrover_agent.visible_devices import of_job
 from dlrover_py.process.blocking import BackgroundThread
 from dlrover_py.protocol.agents import LogFinding
 from dlrover_py.protocol.log_rules import NVML
@@ -76,23 +77,35 @@ class GpuSource(Protocol):
 
 
 class NvmlSource:
-    """The GPUs of this node, as NVML reports them."""
+    """The GPUs of this node that the job may use, as NVML reports them."""
 
-    def __init__(self, nvml: Any) -> None:
+    def __init__(self, nvml: Any, environ: Mapping[str, str]) -> None:
         """Connect to the driver.
 
         Args:
             nvml: The module ``pynvml`` of nvidia-ml-py.
+            environ: Environment of the workers, which says what GPUs they may use.
 
         Raises:
             pynvml.NVMLError: There is no driver, or it refuses.
         """
         nvml.nvmlInit()
-        self._gpus = [_NvmlGpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+        known = [_uuid_and_model(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+        allowed = of_job(environ, [uuid for uuid, _ in known], [model for _, model in known])
+        self._gpus = [_NvmlGpu(nvml, index) for index in allowed]
 
     def read(self) -> Sequence[Reading]:
         """Return what each GPU says now."""
         return [gpu.read() for gpu in self._gpus]
+
+
+def _uuid_and_model(nvml: Any, index: int) -> tuple[str, str]:
+    """Return the UUID and the model of a GPU, by its number; empty if it cannot be asked."""
+    try:
+        device = nvml.nvmlDeviceGetHandleByIndex(index)
+        return nvml.nvmlDeviceGetUUID(device), nvml.nvmlDeviceGetName(device)
+    except nvml.NVMLError:
+        return "", ""
 
 
 class _NvmlGpu:
@@ -229,7 +242,7 @@ class DeviceMeter:
 
     def __init__(
         self,
-        open_source: Callable[[], GpuSource | None] | None = None,
+        open_source: Callable[[], GpuSource | None],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -237,12 +250,12 @@ class DeviceMeter:
 
         Args:
             open_source: Returns what reads the GPUs, in the thread; None if there is nothing to
-                read. By default, NVML if it is installed.
+                read.
             clock: Returns seconds that never decrease.
         """
         self.slowed = 0.0
         """Share of the GPUs whose clocks are slowed by heat, power or a fault, from 0 to 1."""
-        self._open = open_source or nvml_source
+        self._open = open_source
         self._clock, self._thread = clock, BackgroundThread("devices")
         self._asked_at: float | None = None
         self._source: GpuSource | None = None
@@ -291,8 +304,11 @@ class DeviceMeter:
         self.slowed = round(sum(bool(r.slowed) for r in readings) / max(1, len(readings)), 2)
 
 
-def nvml_source() -> GpuSource | None:
-    """Return the GPUs as NVML reports them.
+def nvml_source(environ: Mapping[str, str]) -> GpuSource | None:
+    """Return the GPUs that a job may use, as NVML reports them.
+
+    Args:
+        environ: Environment of the workers, which says what GPUs they may use.
 
     Returns:
         None without a driver, without nvidia-ml-py, or if it is older than 12.535.
@@ -304,6 +320,15 @@ def nvml_source() -> GpuSource | None:
     if not hasattr(nvml, NEWEST):
         return None
     try:
-        return NvmlSource(nvml)
+        return NvmlSource(nvml, environ)
     except nvml.NVMLError:
         return None  # no driver, or a container without GPUs
+
+
+def nvml_meter(environ: Mapping[str, str]) -> DeviceMeter:
+    """Return the meter of the GPUs that a job may use, as NVML reports them.
+
+    Args:
+        environ: Environment of the workers, which says what GPUs they may use.
+    """
+    return DeviceMeter(lambda: nvml_source(environ))

@@ -44,6 +44,7 @@ from dlrover_agent.core import (
     WorkerEnded,
     WorkersGone,
 )
+from dlrover_agent.devices import nvml_meter
 from dlrover_agent.node_load import LoadMeter
 from dlrover_agent.reaper_client import ReaperSupervisor
 from dlrover_agent.restart_log import RestartLog
@@ -141,7 +142,7 @@ class Agent:
         self._delayed_report: asyncio.TimerHandle | None = None
         """Timer of a report that waits for the start of the workers."""
         self._result: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
-        self._restarts, self._load = RestartLog(), LoadMeter()
+        self._restarts, self._load = RestartLog(), LoadMeter(nvml_meter(command.environ))
         self._launchers = nested_launchers.LauncherWatch(self._on_nested_launcher)
         # Steps that may fail come before those that need cleaning up.
         self._run_id = settings.job_name or "none"

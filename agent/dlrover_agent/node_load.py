@@ -2,6 +2,7 @@
 thread."""
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ PERIOD_S = 10.0
 LEAST_CHANGE = 0.05
 """Least change that is reported: of a share, of the used memory as a share of its limit, and of the
 CPUs as a share of those in use. A report that changes all the time says no more."""
+LEAST_SPEEDUP = 0.5
+"""Least change of the speed of links that is reported, as a share of the new speed. It matters only
+if a link is much slower than others."""
 PRESSURE = Path("/proc/pressure")
 """Folder with the pressure stall information of the machine."""
 _RESOURCES = ("cpu", "io", "memory")
@@ -48,10 +52,12 @@ def _load(last: _Reading, new: _Reading) -> NodeLoad:
     shares = {"throttled": (new.periods[1] - last.periods[1]) / passed if passed > 0 else 0.0}
     for name in _RESOURCES:
         shares[name] = (new.stalled_us[name] - last.stalled_us[name]) / (1e6 * seconds)
-    shares["sending"], peer = tcp_links.busiest(last.links, new.links, seconds)
+    shares["sending"], peer, speed = tcp_links.busiest(last.links, new.links, seconds)
     shares["clocks"] = new.clocks
     rounded = {n: round(min(1.0, max(0.0, share)), 2) for n, share in shares.items()}
-    load = NodeLoad(**rounded, peer=peer if rounded["sending"] else "")
+    load = NodeLoad(**rounded)
+    if load.sending:
+        load = load.model_copy(update={"peer": peer, "link_bytes_s": int(float(f"{speed:.1e}"))})
     if new.usage is None:
         return load
     cpu_us = new.usage.cpu_us - (last.usage.cpu_us if last.usage is not None else new.usage.cpu_us)
@@ -65,11 +71,18 @@ def _load(last: _Reading, new: _Reading) -> NodeLoad:
 
 
 def _differs(new: NodeLoad, reported: NodeLoad) -> bool:
-    """Return whether a new load differs enough from the reported one, as ``LEAST_CHANGE`` says."""
+    """Return whether a new load differs enough from the reported one.
+
+    ``LEAST_CHANGE`` and ``LEAST_SPEEDUP`` say what is enough.
+    """
     least = {
         "memory_bytes": max(1.0, LEAST_CHANGE * new.memory_limit),
         "memory_limit": 1.0,
         "cores": LEAST_CHANGE * max(1.0, new.cores),
+        # The speed in a short wait says little.
+        "link_bytes_s": max(1.0, LEAST_SPEEDUP * new.link_bytes_s)
+        if new.sending >= LEAST_CHANGE
+        else math.inf,
     }
     before = reported.model_dump(exclude={"peer"})
     return any(
@@ -83,6 +96,7 @@ class LoadMeter:
 
     def __init__(
         self,
+        devices: DeviceMeter,
         *,
         clock: Callable[[], float] = time.monotonic,
         periods: Callable[[], tuple[int, int]] = cgroups.cpu_periods,
@@ -91,19 +105,18 @@ class LoadMeter:
             tcp_links.connections
         ),
         pressure: Path = PRESSURE,
-        devices: DeviceMeter | None = None,
     ) -> None:
         """Read nothing yet.
 
         Args:
+            devices: The GPUs of this node.
             clock: Returns seconds that never decrease.
             periods: Returns the periods of the CPU limit, and those in which it stopped a process.
             usage: Returns what the container uses; None without a limit.
             links: Returns the TCP connections of processes, by their inode.
             pressure: Folder with the files ``cpu``, ``io`` and ``memory`` of the kernel.
-            devices: The GPUs of this node; by default those that NVML reports.
         """
-        self.devices = devices or DeviceMeter()
+        self.devices = devices
         """What the GPUs of this node report."""
         self.newest: NodeLoad | None = None
         """The load that is reported; None before the second reading."""

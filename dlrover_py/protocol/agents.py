@@ -501,6 +501,9 @@ class NodeLoad(Wire):
     """Share of its GPUs whose clocks are slowed by heat, power or a fault (NVML)."""
     peer: Annotated[str, StringConstraints(max_length=64), cut(64)] = ""
     """IP address of the other end of that connection; empty without one."""
+    link_bytes_s: Count = 0
+    """How fast the links of the node are: the bytes that all TCP connections of the workers have
+    sent, for each second in which the busiest one waited for the network. 0 if none waited."""
 
 
 class LogFinding(Wire):

@@ -614,6 +614,9 @@ class EventReason(StrEnum):
     """Which nodes are checked together."""
     NODES_CHECKED = "NodesChecked"
     """Which nodes are fit, and how fast they are."""
+    CHECK_VOID = "CheckVoid"
+    """Warning: The check of a slow node also failed in a pair without it, so it says nothing. The
+    message has the failure. All nodes of the check train again."""
     NODES_SUSPECTED = "NodesSuspected"
     """Warning: A pair failed: both nodes are checked with others. Or a member of the round is slow,
     and is checked with good nodes."""

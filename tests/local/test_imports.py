@@ -20,6 +20,7 @@ ALLOWED = {
     "dlrover_agent.loop": PYDANTIC | {"h11", "xxhash"},
     "dlrover_py.master.__main__": PYDANTIC | HTTP_SERVER,
     "dlrover_py.master.traces": PYDANTIC,
+    "pynvml": {"pynvml"},  # what GPUs report is read in the agent, where torch would cost seconds
 }
 
 

@@ -23,7 +23,7 @@ def _said(meter: DeviceMeter) -> str:
 
 def meter_of(nvml: FakeNvml) -> DeviceMeter:
     """Return a meter after its first reading."""
-    meter = DeviceMeter(lambda: NvmlSource(nvml))
+    meter = DeviceMeter(lambda: NvmlSource(nvml, {}))
     meter.read()
     return meter
 
@@ -57,10 +57,32 @@ def test_errors_since_the_start_are_told_by_gpu() -> None:
     assert "GPU 1: no row is left to replace bad memory" in _said(meter)
 
 
+def test_gpus_of_other_jobs_are_not_looked_at() -> None:
+    """Nothing of a GPU of another job is this node's: neither its errors nor its clocks."""
+    nvml = FakeNvml(*(Gpu(uuid=f"GPU-{index}", reasons=0x8) for index in range(4)))
+    meter = DeviceMeter(lambda: NvmlSource(nvml, {"CUDA_VISIBLE_DEVICES": "2,1"}))
+    meter.read()
+    assert nvml.watched == nvml.gpus[1:3]
+    for gpu in (nvml.gpus[0], nvml.gpus[3]):
+        gpu.ecc, gpu.lost = 5, True
+    nvml.gpus[1].reasons = 0
+    nvml.waiting += [Event(gpu, 31 + index) for index, gpu in enumerate(nvml.gpus)]
+    meter.read()
+    assert _said(meter) == "GPU 1: XID 32; GPU 2: XID 33"
+    assert meter.slowed == 0.5
+    assert not NvmlSource(nvml, {"CUDA_VISIBLE_DEVICES": ""}).read()
+
+
+def test_a_lost_gpu_of_a_container_is_named() -> None:
+    nvml = FakeNvml(Gpu(uuid="GPU-a"), Gpu(uuid="GPU-b", lost=True))
+    source = NvmlSource(nvml, {"NVIDIA_VISIBLE_DEVICES": "GPU-a,GPU-b"})
+    assert [one.failure for one in source.read()] == ["", "it is lost"]
+
+
 def test_clocks_are_slowed_by_faults_and_not_by_a_power_cap() -> None:
     nvml = FakeNvml(Gpu(reasons=0x4), Gpu(reasons=0x1), Gpu(reasons=0x48), Gpu(reasons=0x80))
     assert meter_of(nvml).slowed == 0.5
-    readings = NvmlSource(nvml).read()
+    readings = NvmlSource(nvml, {}).read()
     assert [one.slowed for one in readings] == ["", "", "hardware and heat", "its power supply"]
 
 
@@ -134,10 +156,10 @@ def test_an_unexpected_error_ends_the_readings() -> None:
 def test_a_library_without_the_newest_function_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     old = ModuleType("pynvml")
     monkeypatch.setitem(sys.modules, "pynvml", old)
-    assert nvml_source() is None
+    assert nvml_source({}) is None
     nvml = FakeNvml(Gpu())
     old.__dict__.update({name: getattr(nvml, name) for name in dir(nvml) if name[0] != "_"})
-    found = nvml_source()
+    found = nvml_source({})
     assert found is not None
     assert found.read() == [Reading(0, ecc=0)]
 

@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+from dlrover_agent.devices import DeviceMeter
 from dlrover_agent.node_load import LEAST_CHANGE, LoadMeter
 from dlrover_agent.tcp_links import Connection, busiest
 from dlrover_py.process import cgroups
 from dlrover_py.protocol.agents import NodeLoad
+
+NO_GPUS = DeviceMeter(lambda: None)
 
 
 class Machine:
@@ -17,6 +20,7 @@ class Machine:
         self.group.mkdir()
         self.ours.write_text("0::/limited\n")
         self.meter = LoadMeter(
+            NO_GPUS,
             clock=lambda: self.now,
             periods=lambda: cgroups.cpu_periods(folder, self.ours),
             usage=lambda: None,
@@ -54,6 +58,7 @@ def test_a_small_change_is_not_reported(tmp_path: Path) -> None:
 
 def test_without_a_limit_and_without_the_kernels_files_nothing_is_lacking(tmp_path: Path) -> None:
     meter = LoadMeter(
+        NO_GPUS,
         clock=iter((0.0, 10.0)).__next__,
         periods=lambda: (0, 0),
         usage=lambda: None,
@@ -74,6 +79,7 @@ def test_what_a_container_uses_is_reported_with_its_limit(tmp_path: Path) -> Non
     used: list[cgroups.Usage | None] = [None]
     machine = Machine(tmp_path)
     machine.meter = LoadMeter(
+        NO_GPUS,
         clock=lambda: machine.now,
         periods=lambda: (0, 0),
         usage=lambda: used[0],
@@ -109,9 +115,39 @@ def test_the_connection_that_waited_longest_is_reported_with_its_other_end(tmp_p
 def test_only_a_connection_that_lasted_has_a_wait() -> None:
     old = {1: Connection("10.0.0.2", 5_000_000), 2: Connection("10.0.0.3", 0)}
     new = {1: Connection("10.0.0.9", 9_000_000), 3: Connection("10.0.0.3", 9_000_000)}
-    assert busiest(old, new, 10.0) == (0.0, "")
-    assert busiest(old, old, 10.0) == (0.0, "")
-    assert busiest({2: old[2]}, {2: Connection("10.0.0.3", 90_000_000)}, 10.0) == (1.0, "10.0.0.3")
+    assert busiest(old, new, 10.0) == (0.0, "", 0.0)
+    assert busiest(old, old, 10.0) == (0.0, "", 0.0)
+    waited = {2: Connection("10.0.0.3", 90_000_000)}
+    assert busiest({2: old[2]}, waited, 10.0) == (1.0, "10.0.0.3", 0.0)
+
+
+def test_the_speed_of_links_is_what_all_connections_sent_while_the_busiest_one_waited() -> None:
+    old = {1: Connection("10.0.0.2", 0, 5000), 2: Connection("10.0.0.3", 0, 0)}
+    new = {1: Connection("10.0.0.2", 4_000_000, 6000), 2: Connection("10.0.0.3", 2_000_000, 7000)}
+    assert busiest(old, new, 10.0) == (0.4, "10.0.0.2", 2000.0)
+
+
+def test_a_change_of_the_speed_by_half_is_reported_and_one_in_a_short_wait_is_not(
+    tmp_path: Path,
+) -> None:
+    machine = Machine(tmp_path)
+    total_us = total = 0
+
+    def read(share: float, speed: float) -> NodeLoad | None:
+        nonlocal total_us, total
+        total_us, total = total_us + int(share * 1e7), total + int(share * 10 * speed)
+        machine.links = {1: Connection("10.0.0.2", total_us, total)}
+        return machine.read(10, 0, 0, 0)
+
+    read(0, 0)
+    first = read(0.5, 12_345_000)
+    assert first == NodeLoad(sending=0.5, peer="10.0.0.2", link_bytes_s=12_000_000)
+    assert read(0.5, 9_000_000) is first
+    slow = read(0.5, 3_000_000)
+    assert slow == NodeLoad(sending=0.5, peer="10.0.0.2", link_bytes_s=3_000_000)
+    short = read(0.04, 3_000_000)
+    assert short is not slow
+    assert read(0.04, 90_000_000) is short
 
 
 def test_the_limit_of_version_1_counts_too(tmp_path: Path) -> None:

@@ -139,6 +139,23 @@ def test_first_step_goes_out_at_once(agent: Agent, worker: Session) -> None:
     )
 
 
+def test_the_cpu_time_of_a_step_is_that_of_the_thread_that_trains(
+    agent: Agent, worker: Session
+) -> None:
+    """Another thread that computes makes its rank no place with more work."""
+
+    def compute() -> None:
+        while time.thread_time() < 0.3:
+            sum(range(1000))
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    thread.join()
+    worker.report_step(1, None, {})
+    spent = agent.news().spent["cpu"]
+    assert 0 < spent <= time.thread_time() < time.process_time() - 0.3
+
+
 def test_what_is_not_saved_is_told_at_once_and_once_until_it_is(
     agent: Agent, worker: Session
 ) -> None:

@@ -20,6 +20,7 @@ from dlrover_py.master.core.diagnosis.slowness import (
     Window,
     in_words,
 )
+from dlrover_py.master.core.events import Rules
 from dlrover_py.protocol.agents import NodeLoad
 from dlrover_py.protocol.diagnosis import SlowKind
 from dlrover_py.protocol.job import ElasticJob
@@ -200,6 +201,115 @@ def test_without_a_common_end_no_node_is_named() -> None:
         assert "; connections of several nodes wait for the network: link" in in_words(found)
 
 
+# --- a link that is slow from the first step on ---
+
+
+def shaped(rng: random.Random) -> Iterator[Window]:
+    """Windows of a healthy job whose nodes have different traffic, or slightly unequal links."""
+    count = rng.randint(2, 9)
+    nodes = [f"n{i}" for i in range(count)]
+    line, volume = 10 ** rng.uniform(7, 10), 10 ** rng.uniform(5, 9)
+    speed = {name: line * rng.uniform(0.6, 1) for name in nodes}
+    traffic = dict.fromkeys(nodes, volume)
+    peer = {name: nodes[(i + 1) % count] for i, name in enumerate(nodes)}
+    odd = rng.choice(nodes)
+    match rng.choice(("stages", "rack", "racks", "messages", "upload", "little", "root")):
+        case "stages":  # their borders have different sizes, and inner stages have two of them
+            traffic = {name: volume * 10 ** rng.uniform(-1.5, 1.5) for name in nodes}
+            speed = {name: value * rng.choice((1, 2)) for name, value in speed.items()}
+        case "rack":  # one node has a longer way, which three nodes share
+            speed[odd] = min(speed.values()) / 2
+            speed[nodes[nodes.index(odd) - 1]] = speed[odd]
+        case "racks":  # the ring crosses the slow border of two racks twice
+            for name in (nodes[count // 2 - 1], nodes[-1]):
+                speed[name] = line / 6 if count >= 4 else speed[name]
+        case "messages":  # all of them wait for acknowledgements
+            speed = {name: 10 ** rng.uniform(4, 6.9) for name in nodes}
+        case "upload":  # the node that writes to a store far away
+            speed[odd], peer[odd] = line / 30, ""
+        case "little":  # the node that sends short messages only
+            speed[odd], traffic[odd] = line / 30, volume * rng.uniform(0, 0.3)
+        case "root":  # one node sends to all
+            traffic[odd], speed[odd] = (count - 1) * volume, line
+    compute_s = volume / line * 10 ** rng.uniform(-1, 1.5)
+    for number in range(3 * PEER_WINDOWS):
+        now = {name: value * rng.uniform(0.8, 1.2) for name, value in speed.items()}
+        waits = {name: traffic[name] / now[name] for name in nodes}
+        step_s = compute_s * rng.uniform(0.97, 1.03) + max(waits.values())
+        parts = {
+            name: Parts(sending=waits[name], peer=peer[name], speed=now[name]) for name in nodes
+        }
+        yield Window(number, step_s, parts)
+
+
+def test_healthy_jobs_with_uneven_traffic_have_no_slow_link() -> None:
+    for seed in range(HEALTHY_JOBS):
+        watch = SlowWatch()
+        for window in shaped(random.Random(seed)):
+            watch.saw(window)
+            assert watch.slow is None or not watch.slow.speeds, (seed, in_words(watch.slow))
+
+
+Row = tuple[float, int, float]
+"""Share of the time in which a node waits, the node at the other end, and megabytes a second."""
+RING: list[Row] = [(0.10, 3, 41.7), (0.14, 2, 29.5), (0.92, 1, 4.6), (0.98, 2, 4.3)]
+"""All-reduces of 8 MB with gloo on four nodes at 400 Mbit/s. That of n2 has 40 Mbit/s."""
+EVEN: list[Row] = [(0.76, 3, 43.3), (0.76, 0, 43.5), (0.76, 1, 43.3), (0.79, 2, 41.6)]
+"""The same with four good links."""
+STAGES: list[Row] = [(0.04, 1, 48.8), (0.09, 2, 25.0), (0.39, 3, 5.7), (0.38, 2, 4.7)]
+"""Four stages of a pipeline with borders of 8, 2 and 8 MB. The link of n2 has 40 Mbit/s."""
+GOOD_STAGES: list[Row] = [(0.21, 1, 48.3), (0.26, 0, 48.4), (0.26, 3, 48.5), (0.22, 2, 45.2)]
+"""The same with four good links."""
+SMALL: list[Row] = [(0.40, 3, 0.9), (0.32, 0, 1.2), (0.30, 1, 1.3), (0.35, 2, 1.1)]
+"""All-reduces of 2 kB."""
+
+
+def steady(rows: list[Row], count: int = PEER_WINDOWS, step_s: float = 2.8) -> Slowness | None:
+    """Return the verdict on a job in which nothing changes."""
+    watch = SlowWatch()
+    for number in range(count):
+        parts = {
+            f"n{i}": Parts(sending=share * step_s, peer=f"n{peer}", speed=1e6 * speed)
+            for i, (share, peer, speed) in enumerate(rows)
+        }
+        watch.saw(Window(number, step_s, parts))
+    return watch.slow
+
+
+def test_a_link_that_was_slow_from_the_first_step_on_is_told_after_ten_windows() -> None:
+    assert steady(RING, PEER_WINDOWS - 1) is None
+    ring = steady(RING)
+    assert ring is not None
+    assert (ring.kind, ring.node, ring.peer, ring.shift > 6) == (SlowKind.LINK, "n2", "n1", True)
+    assert in_words(ring).startswith(
+        "since step 0, the link between n2 and n1 carries 4.3 MB/s while data waits for it, "
+        "29.5 MB/s on the other nodes: link. Check cable"
+    )
+    stages = steady(STAGES)
+    assert stages is not None
+    assert (stages.kind, {stages.node, stages.peer}) == (SlowKind.LINK, {"n2", "n3"})
+
+
+def test_measured_jobs_with_good_links_have_no_slow_one() -> None:
+    for rows in (EVEN, GOOD_STAGES, SMALL, RING[:3], [(*row[:2], row[2] / 10) for row in RING]):
+        assert steady(rows, 3 * PEER_WINDOWS) is None
+
+
+def test_a_link_that_is_slow_now_and_then_or_costs_little_is_not_told() -> None:
+    watch = SlowWatch()
+    for number in range(3 * PEER_WINDOWS):
+        rows = EVEN if number % PEER_WINDOWS == PEER_WINDOWS - 1 else RING
+        parts = {
+            f"n{i}": Parts(sending=share, peer=f"n{peer}", speed=1e6 * speed)
+            for i, (share, peer, speed) in enumerate(rows)
+        }
+        watch.saw(Window(number, 1.0, parts))
+        assert watch.slow is None
+    assert steady([(share / 4, peer, speed) for share, peer, speed in RING], 30) is None
+    elsewhere = [(0.9, 1, 4.0), (0.8, 0, 40.0), (0.9, 3, 5.0), (0.8, 2, 40.0), (0.8, 0, 40.0)]
+    assert steady(elsewhere, 30) is None, "two slow links without a common end"
+
+
 def uneven(
     count: int, *, node: str = "n2", cpu: float = 1.0, usual: float = 0.5, after: int = 0
 ) -> Iterator[Window]:
@@ -243,6 +353,22 @@ def test_a_difference_that_is_small_came_later_or_costs_nothing_is_no_stage() ->
         watch = watched(windows)
         assert watch.excess is None
         assert watch.slow is None or watch.slow.kind is not SlowKind.STAGE
+
+
+def test_cpu_times_that_are_not_reported_are_no_difference() -> None:
+    """Agents that do not report the CPU time say 0, so each node has endlessly more than that."""
+    for before in ((), (Excess("n2", 0),)):
+        watch = watched(uneven(100, usual=0.0), earlier=before)
+        assert watch.excess is None
+        assert watch.slow is None
+
+
+def test_the_shift_is_that_of_a_step_or_of_the_part_if_no_step_was_faster() -> None:
+    changed = Slowness(SlowKind.MACHINE, "n2", 7, step_s=1.5, usual_s=1.0, part=9, others=1)
+    assert changed.shift == 1.5
+    steady = replace(changed, usual_s=1.5)
+    assert steady.shift == 9
+    assert replace(steady, others=0.0).shift > 1e6, "the others need no CPU time any more"
 
 
 def test_what_stays_with_the_place_is_a_stage_and_what_stays_with_the_host_a_machine() -> None:
@@ -339,17 +465,20 @@ def test_what_lasts_becomes_usual() -> None:
 class Train:
     """A job that trains at one step a second until it is told otherwise."""
 
-    def __init__(self, nodes: int = 3, standby: int = 0, **diagnosis: Any) -> None:
+    def __init__(
+        self, nodes: int = 3, standby: int = 0, rules: Rules | None = None, **diagnosis: Any
+    ) -> None:
         """Start the job.
 
         Args:
             nodes: number of nodes that train.
             standby: number of further nodes.
+            rules: times of the master.
             diagnosis: settings of the diagnosis.
         """
         document = job_file(nodes, standbyReplicas=standby)
         document["spec"]["diagnosis"] = diagnosis
-        self.bench: Bench = running(ElasticJob.parse(document))
+        self.bench: Bench = running(ElasticJob.parse(document), rules)
         self.step = 0
         self.spent: dict[str, dict[str, float]] = {}
         self.cpu: dict[str, float] = {}
@@ -372,6 +501,16 @@ class Train:
     def told(self) -> list[tuple[str, str]]:
         kinds = (EventReason.SLOW, EventReason.SLOW_OVER)
         return [(e.reason, e.message) for e in self.bench.job.state.events if e.reason in kinds]
+
+    def messages(self, reason: EventReason) -> list[str]:
+        return [e.message for e in self.bench.job.state.events if e.reason == reason]
+
+    def link(self, node: str, peer: str) -> None:
+        """Make the link between two nodes slow: both report it."""
+        address = {agent.node: agent.report().offer.addr for agent in self.bench.living()}
+        for one, other in ((node, peer), (peer, node)):
+            load = NodeLoad(sending=0.6 if one == node else 0.5, peer=address[NodeId(other)])
+            self.bench.agent(one).load = load
 
     def condition(self) -> str:
         status = self.bench.job.status(self.bench.now, self.bench.now)
@@ -421,6 +560,19 @@ def test_a_slow_link_is_told_with_both_ends() -> None:
     assert " s a step, 0 s before: link. Check cable" in message
 
 
+def test_a_link_that_was_slow_from_the_first_step_on_is_told_in_a_job() -> None:
+    train = Train(nodes=4)
+    address = {agent.node: agent.report().offer.addr for agent in train.bench.living()}
+    for i, (share, peer, speed) in enumerate(RING):
+        load = NodeLoad(
+            sending=share, peer=address[NodeId(f"n{peer}")], link_bytes_s=int(1e6 * speed)
+        )
+        train.bench.agent(f"n{i}").load = load
+    train.go(USUAL + 20)
+    ((_, message),) = train.told()
+    assert "the link between n2 and n1 carries 4.3 MB/s while data waits for it, 29.5" in message
+
+
 def test_a_place_with_more_work_is_told_again_on_another_node() -> None:
     train = Train()
     train.cpu["n2"] = 1.0
@@ -461,8 +613,15 @@ def test_nothing_is_told_if_the_job_does_not_want_it_or_does_not_measure() -> No
 class Suspected(Train):
     """A job of four nodes with a standby. From some step on, n2 needs more CPU time."""
 
-    def __init__(self, *, standby: int = 1, slow: str = "act", faults: str = "") -> None:
-        super().__init__(nodes=4, standby=standby, slow=slow)
+    def __init__(
+        self,
+        *,
+        standby: int = 1,
+        slow: str = "act",
+        faults: str = "",
+        rules: Rules | None = None,
+    ) -> None:
+        super().__init__(nodes=4, standby=standby, rules=rules, slow=slow)
         self.go(USUAL)
         self.cpu["n2"] = 0.8
         self.bench.agent("n2").fault = faults
@@ -478,9 +637,6 @@ class Suspected(Train):
             if self.bench.job.state.round > before:
                 return
         raise AssertionError(self.bench.job.state.reason)
-
-    def messages(self, reason: EventReason) -> list[str]:
-        return [e.message for e in self.bench.job.state.events if e.reason == reason]
 
 
 def test_a_slow_machine_is_checked_in_pairs_between_two_rounds_and_left_out() -> None:
@@ -515,6 +671,70 @@ def test_a_new_master_goes_on_with_the_check() -> None:
     train.until_checked()
     assert train.messages(EventReason.NODE_EXCLUDED)
     assert "n2" not in train.bench.members
+
+
+def test_a_check_that_fails_everywhere_leaves_nobody_out_and_has_an_event() -> None:
+    train = Suspected(faults="device")
+    for node in ("n0", "n1", "n4"):
+        train.bench.agent(node).fault = "device"
+    train.go(30, step_s=1.6)
+    train.until_checked()
+    (void,) = train.messages(EventReason.CHECK_VOID)
+    assert void.startswith("the check also fails without the suspect, so it says nothing, and n2 ")
+    assert void.endswith(" are free to train: n0: broke")
+    for reason in (EventReason.NODE_EXCLUDED, EventReason.NODES_CHECKED):
+        assert not train.messages(reason)
+    assert len(train.bench.members) == 4
+
+
+def test_a_job_whose_nodes_are_checked_for_long_does_not_fail_for_lack_of_them() -> None:
+    train = Suspected(faults="hang", rules=Rules(check_s=300.0, join_timeout_s=200.0))
+    train.go(30, step_s=1.6)
+    for _ in range(400):
+        train.bench.deliver_facts()
+        train.bench.exchange()
+        train.bench.end_checks()
+        train.bench.pass_time(2.0)
+    assert not train.bench.job.state.phase.ended, train.bench.job.state.reason
+    assert train.messages(EventReason.NODE_EXCLUDED)
+    assert sorted(train.bench.members) == ["n0", "n1", "n3", "n4"]
+
+
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_a_slow_link_needs_two_members_besides_its_ends_to_be_checked(nodes: int) -> None:
+    train = Train(nodes=nodes, standby=1, slow="act")
+    train.go(USUAL)
+    train.link("n0", "n1")
+    train.go(100, step_s=2.0)
+    assert train.condition().endswith(
+        "It is not checked: fewer than two members to compare with, besides both ends of the link"
+    )
+    assert not train.messages(EventReason.NODES_SUSPECTED)
+
+
+def test_a_slow_link_is_checked_without_its_other_end() -> None:
+    train = Train(nodes=4, standby=1, slow="act")
+    train.go(USUAL)
+    train.link("n0", "n1")
+    train.go(100, step_s=2.0)
+    (suspected,) = train.messages(EventReason.NODES_SUSPECTED)
+    assert suspected.startswith("n0 is checked with n4 and n2 and n3: ")
+
+
+def test_a_new_master_waits_for_all_nodes_of_the_check() -> None:
+    """Otherwise the first ones would be checked in one group of three, or alone."""
+    train = Suspected(faults="slow")
+    while not train.messages(EventReason.NODES_SUSPECTED):
+        train.go(1, step_s=1.6)
+    train.bench.restart_master()
+    late = train.bench.agent("n4")
+    late.cut = True
+    train.go(2, step_s=1.6)
+    assert not train.messages(EventReason.CHECK_STARTED)
+    late.cut = False
+    train.until_checked()
+    (first, *_) = train.messages(EventReason.CHECK_STARTED)
+    assert first == "check 1 started: n0+n1, n2+n4"
 
 
 def test_a_node_is_checked_only_with_a_standby_and_if_the_job_allows_it() -> None:

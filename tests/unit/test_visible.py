@@ -5,7 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.cuda import _parse_visible_devices, _transform_uuid_to_ordinals
 
-from dlrover_agent.workers.visible_devices import count, one_for_each, visible
+from dlrover_agent.visible_devices import count, of_job, one_for_each, visible
 from dlrover_py.protocol.errors import ConfigError
 
 UUIDS = [f"GPU-{i:08x}-0000-0000-0000-000000000000" for i in range(4)]
@@ -63,3 +63,40 @@ def test_where_no_uuid_is_known_names_are_counted() -> None:
     assert count("GPU-a,GPU-b", ["", ""]) == 2
     assert visible("GPU-a", ["", ""]) is None
     assert count("0,7", []) == 2, "it is not known which GPUs there are"
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ("", [0, 1, 2, 3]),
+        ("CUDA=1,3", [1, 3]),
+        ("CUDA=3,1", [1, 3]),
+        ("CUDA=GPU-00000002", [2]),
+        ("CUDA=", []),
+        ("CUDA=NoDevFiles", []),
+        ("CUDA=MIG-a", []),
+        ("NVIDIA=all", [0, 1, 2, 3]),
+        ("NVIDIA=void", [0, 1, 2, 3]),  # CDI has chosen them
+        (f"NVIDIA={UUIDS[1]},{UUIDS[3]}", [1, 3]),  # a privileged container sees all GPUs
+        ("NVIDIA=1,2", [1, 2]),
+        ("NVIDIA=4,5,6,7", [0, 1, 2, 3]),  # their numbers on the host; the container has its own
+        ("NVIDIA=GPU-another", []),
+        ("NVIDIA=MIG-a", []),
+        ("NVIDIA=0:1", []),
+        (f"NVIDIA={UUIDS[1]},{UUIDS[3]} CUDA=0,1", [1]),
+    ],
+)
+def test_a_job_uses_what_its_variables_name(environ: str, expected: list[int]) -> None:
+    pairs = (word.split("=") for word in environ.split())
+    given = {f"{name}_VISIBLE_DEVICES": value for name, value in pairs}
+    assert of_job(given, UUIDS, ["H100"] * 4) == expected
+
+
+def test_numbers_of_unlike_gpus_say_nothing_without_their_order() -> None:
+    models = ["T4", "A100", "T4", "A100"]
+    given = {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert of_job(given, UUIDS, models) == []
+    assert of_job({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, UUIDS, models) == [0, 1, 2, 3]
+    assert of_job({"CUDA_VISIBLE_DEVICES": UUIDS[1]}, UUIDS, models) == [1]
+    assert of_job({**given, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, UUIDS, models) == [0, 1]
+    assert of_job(given, [*UUIDS[:3], ""], ["T4", "T4", "T4", ""]) == [0, 1], "one is lost"

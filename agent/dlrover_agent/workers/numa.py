@@ -13,7 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from dlrover_agent.workers.visible_devices import MIG, visible
+from dlrover_agent.visible_devices import MIG, in_pci_order, visible
 from dlrover_py.protocol.errors import ConfigError
 
 
@@ -195,9 +195,8 @@ def _visible(gpus: list[_Gpu], environ: Mapping[str, str]) -> list[_Gpu]:
     if given.startswith(MIG):
         found = f"CUDA_VISIBLE_DEVICES is {given}: slices of GPUs; expected whole ones"
         raise _binding_error(found, "give indices or UUIDs of GPUs")
-    in_order = given.startswith("GPU-") or environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
     models = sorted({gpu.model for gpu in gpus})
-    if not in_order and len(models) > 1 and len({gpu.node for gpu in gpus}) > 1:
+    if not in_pci_order(environ, models) and len({gpu.node for gpu in gpus}) > 1:
         found = f"CUDA counts the fastest GPU first, and only CUDA ranks {' and '.join(models)}"
         raise _binding_error(found, "set CUDA_DEVICE_ORDER=PCI_BUS_ID")
     return [gpus[index] for index in visible(given, [gpu.uuid for gpu in gpus]) or ()]

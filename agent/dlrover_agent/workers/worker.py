@@ -12,11 +12,11 @@ from pathlib import Path
 from string import Template
 
 from dlrover_agent.settings import Command
+from dlrover_agent.visible_devices import one_for_each
 from dlrover_agent.warm import tcpstore
 from dlrover_agent.warm.pool import ForkedProcess
 from dlrover_agent.workers.logs import LogFiles, Logs, StreamPump
 from dlrover_agent.workers.streams import OutputDestination
-from dlrover_agent.workers.visible_devices import one_for_each
 from dlrover_py.process.blocking import shared_writer
 from dlrover_py.process.identity import ProcessId
 from dlrover_py.protocol import names

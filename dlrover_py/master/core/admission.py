@@ -230,12 +230,21 @@ class Admission:
     def _found(self, findings: Sequence[Finding]) -> None:
         """Act on the findings of checks, and record them as events.
 
-        Good nodes may train, nodes in doubt stay out of rounds, and bad or slow nodes are excluded,
-        which may end the job. Nothing happens without findings.
+        Good nodes may train, as may those of a void check. Nodes in doubt stay out of rounds, and
+        bad or slow nodes are excluded, which may end the job. Nothing happens without findings.
         """
-        good = [f for f in findings if f.verdict is Verdict.GOOD]
+        good = [f for f in findings if f.verdict is Verdict.GOOD and not f.void]
+        void = [f for f in findings if f.void]
         if findings:
             self.state.changed()
+        if void:
+            names = " and ".join(f.nodes[0] for f in void)
+            message = f"the check also fails without the suspect, so it says nothing, and {names} "
+            message += f"{are(len(void))} free to train: {void[0].message}"
+            cause = self._check_event or None
+            self._check_event = self.log.record(
+                EventReason.CHECK_VOID, message, cause=cause, warning=True
+            )
         if good:
             message = "; ".join(f"{f.nodes[0]} {f.message}" for f in good[:SHOWN])
             message += f"; and {len(good) - SHOWN} more" if len(good) > SHOWN else ""

@@ -96,6 +96,8 @@ class Finding:
     verdict: Verdict
     message: str
     """Result of the check, in words."""
+    void: bool = False
+    """Whether the check says nothing about the nodes, so that they go on as before."""
 
 
 @dataclass(slots=True)
@@ -331,8 +333,7 @@ class Health:
         for node in nodes:
             self.decide(node, Verdict.GOOD)
         self._record.confirmed = []
-        words = f"was not compared, as the check failed on other nodes, too: {why}"
-        return [Finding((node,), Verdict.GOOD, words) for node in nodes]
+        return [Finding((node,), Verdict.GOOD, why, void=True) for node in nodes]
 
     def _witnessed(
         self, suspect: NodeId, check_groups: Sequence[_CheckGroup]
@@ -452,7 +453,6 @@ class Health:
             Verdicts on nodes for which no further check would help.
         """
         groups: list[Group] = []
-        findings: list[Finding] = []
         spare = sorted(helpers, key=lambda n: self.node_records[n].matmul_s)
         fresh = [n for n in able if not self.node_records[n].needs_recheck]
         works_alone: list[NodeId] = []
@@ -485,9 +485,6 @@ class Health:
                 groups.append((*pairs.pop(), unpaired))
             elif (unpaired,) not in self.node_records[unpaired].tried:
                 groups.append((unpaired,))
-            else:  # the nodes that it failed with are known to be bad
-                self.decide(unpaired, Verdict.GOOD)
-                findings.append(Finding((unpaired,), Verdict.GOOD, "it works alone"))
         groups += pairs
         if left and not groups:  # a link is tried twice before it is blamed
             for node in left:
@@ -501,8 +498,11 @@ class Health:
             }
             self._pending = len(groups)
             self._record.number += 1
-        elif left:
-            findings += self._decide_bad_links(left, helpers)
+            return []  # a node that only works alone waits: a good node may be idle then
+        findings = list(self._decide_bad_links(left, helpers))
+        if unpaired is not None:  # the nodes that it failed with are known to be bad
+            self.decide(unpaired, Verdict.GOOD)
+            findings.append(Finding((unpaired,), Verdict.GOOD, "it works alone"))
         return findings
 
     @property

@@ -149,6 +149,7 @@ class SlowJob:
                 pressure=load.cpu if load is not None else 0.0,
                 sending=load.sending * times[-1] if load is not None else 0.0,
                 clocks=load.clocks if load is not None else 0.0,
+                speed=load.link_bytes_s if load is not None else 0.0,
                 # On one machine, several nodes have the same address.
                 peer=node_at[peer] if addresses[peer] == 1 else "",
             )
@@ -208,9 +209,7 @@ class SlowJob:
         if slow.kind is SlowKind.LINK and len(members) < WITNESSES:
             return "fewer than two members to compare with, besides both ends of the link"
         others = [standbys[0], *members[:WITNESSES]]
-        changed = slow.usual_s < slow.step_s
-        shift = slow.step_s / slow.usual_s if changed else slow.part / max(slow.others, 1e-6)
-        slow_from = 1 + min(1.0, max(LEAST_SHIFT, (shift - 1) / 2))
+        slow_from = 1 + min(1.0, max(LEAST_SHIFT, (slow.shift - 1) / 2))
         self._admission.confirm(suspect, others, slow_from, in_words(slow), self._event)
         return ""
 

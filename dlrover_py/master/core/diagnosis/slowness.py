@@ -3,7 +3,8 @@
 A step is slow against the usual steps of the same round, and a node against the other nodes. No
 limit is absolute. What grew with the time of a step is its cause: the wait for data, the garbage
 collector, the CPU that others took, the network, or the CPU time of one node or of all. What
-differs from the first steps on is the loader of one node, or the part of the model at its place.
+differs from the first steps on is the loader of one node, its link, or the part of the model at
+its place.
 
 Most slow jobs are not slow because of a machine, so the result is told and nothing else.
 """
@@ -11,7 +12,7 @@ Most slow jobs are not slow because of a machine, so the result is told and noth
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import median, median_high
 
 from dlrover_py.protocol.diagnosis import SlowKind
 
@@ -49,6 +50,18 @@ so that its part of the model is larger. The node that logs needs 1.3 times as m
 STAGE_BUSY = 0.8
 """CPU seconds of the training thread in a second of a step at this place, at least: it never waits
 for others."""
+LINK_TIMES = 4.0
+"""Times that the links of the other nodes are faster than a slow link, at least. Links between
+racks, and nodes with other traffic than the rest, differ by 2 or 3 times."""
+LINK_WAIT = 0.3
+"""Share of a step in which a slow link must be waited for, at least."""
+LINK_TRAFFIC = 0.5
+"""Share of the traffic of the other nodes that must go over a slow link, at least. With less
+traffic, the wait is one for acknowledgements."""
+LINK_NODES = 4
+"""Nodes whose links are known, at least: a slow one at most halves what is compared with."""
+LINK_SPEED = 10e6
+"""Bytes a second of the other links, at least. With less, all wait for acknowledgements only."""
 CLOCKS = 0.05
 """Growth of the share of GPUs with slowed clocks that shows a slow machine."""
 THROTTLED = 0.10
@@ -88,6 +101,8 @@ class Parts:
     """Share of its GPUs whose clocks are slowed by heat, power or a fault, from 0 to 1."""
     peer: str = ""
     """The node at the other end of that connection; empty if it is not known."""
+    speed: float = 0.0
+    """Bytes that all its connections send for each second of that wait; 0 if it is not known."""
 
     def towards(self, other: "Parts", weight: float) -> "Parts":
         """Return parts between these and others; with weight 1 the others."""
@@ -100,6 +115,7 @@ class Parts:
             sending=self.sending + (other.sending - self.sending) * weight,
             clocks=self.clocks + (other.clocks - self.clocks) * weight,
             peer=other.peer,
+            speed=self.speed + (other.speed - self.speed) * weight,
         )
 
 
@@ -140,7 +156,7 @@ class Slowness:
     usual_s: float
     """Seconds of a usual step; the same as ``step_s`` if it was never faster."""
     part: float = 0.0
-    """The part that explains it: seconds of a step, or a share of the time."""
+    """The part that explains it: seconds of a step, a share of the time, or a speed."""
     others: float = 0.0
     """The same part before. If nothing has changed, the same part on the other nodes."""
     peer: str = ""
@@ -148,6 +164,17 @@ class Slowness:
     with the same difference. Empty if that is not known."""
     clocks: bool = False
     """Whether ``part`` is the share of its GPUs whose clocks are slowed."""
+    speeds: bool = False
+    """Whether ``part`` and ``others`` are bytes a second of links."""
+
+    @property
+    def shift(self) -> float:
+        """Times that a step takes of the usual time; or that the part is worse than elsewhere."""
+        if self.usual_s < self.step_s:
+            return self.step_s / self.usual_s
+        if self.speeds:
+            return self.others / max(self.part, 1e-6)
+        return self.part / max(self.others, 1e-6)
 
 
 @dataclass(slots=True)
@@ -177,6 +204,9 @@ class SlowWatch:
     """Usual parts of each node."""
     _odd: tuple[str, int, int] = ("", 0, 0)
     """The node that waits longest for data, since how many windows in a row, and from which
+    step."""
+    _ends: tuple[frozenset[str], int, int] = (frozenset(), 0, 0)
+    """The nodes that are an end of all slow links, since how many windows in a row, and from which
     step."""
     _uneven: tuple[str, int, int, int] | None = ("", 0, 0, 0)
     """The node that needs far more CPU time than the others, in how many windows, in how many not,
@@ -232,10 +262,11 @@ class SlowWatch:
         """Return the slowness of a node that waits far longer for data than the others.
 
         It must be the same node in ``PEER_WINDOWS`` calls in a row. Each call counts as one window.
-        Otherwise, return that of a place which has more to compute since the first window. None if
-        there is neither.
+        Otherwise, return that of a link which is much slower than the others, or of a place which
+        has more to compute since the first window. None if there is none.
         """
-        return self._data_against_peers(window) or self._stage(window)
+        link = self._link_against_peers(window)
+        return self._data_against_peers(window) or link or self._stage(window)
 
     def _compare(self, window: Window) -> None:
         """Note the node that needs far more CPU time than the others, in all windows so far.
@@ -307,6 +338,47 @@ class SlowWatch:
             window.step_s,
             waits[node],
             middle,
+        )
+
+    def _link_against_peers(self, window: Window) -> Slowness | None:
+        """Return the slowness of a link that is much slower than those of the other nodes, if any.
+
+        Waits are not compared: nodes with more traffic wait longer. The speed while they wait is.
+        A node that is an end of all slow links, in ``PEER_WINDOWS`` calls in a row, has the link.
+        """
+        known = {name: parts for name, parts in window.nodes.items() if parts.speed > 0}
+        if len(known) < LINK_NODES:
+            return None
+        # The higher one of two: a slow node is an end of its own link and of one of another node.
+        others = median_high(parts.speed for parts in known.values())
+        traffic = median(parts.speed * parts.sending for parts in known.values())
+        slow = {
+            name: parts
+            for name, parts in known.items()
+            if parts.peer  # else it may be a store outside of the job
+            and LINK_TIMES * parts.speed <= others
+            and parts.sending >= LINK_WAIT * window.step_s
+            and parts.speed * parts.sending >= LINK_TRAFFIC * traffic
+        }
+        ends = [frozenset((name, parts.peer)) for name, parts in slow.items()]
+        common = ends[0].intersection(*ends) if ends and others >= LINK_SPEED else frozenset()
+        before, count, since = self._ends
+        held = before & common
+        self._ends = (held, count + 1, since) if held else (common, 1, window.step)
+        if not held or count + 1 < PEER_WINDOWS:
+            return None
+        node = min(held)  # one of both ends, if there is one slow link: always the same
+        peer = slow[node].peer if node in slow else min(n for n in slow if slow[n].peer == node)
+        return Slowness(
+            SlowKind.LINK,
+            node,
+            since,
+            window.step_s,
+            window.step_s,
+            min(parts.speed for parts in slow.values()),
+            others,
+            peer,
+            speeds=True,
         )
 
     def _explain(self, newest: Sequence[Window], usual: float, level: float) -> Slowness:
@@ -452,9 +524,12 @@ def in_words(slow: Slowness) -> str:
             text += f", as {slow.peer} did with this node rank" if slow.peer else ""
         case SlowKind.LINK if slow.node:
             link = f"between {slow.node} and {slow.peer}" if slow.peer else f"of {who}"
-            text += (
-                f"the link {link} waits for the network {_s(part)} a step, {_s(others)} {before}"
-            )
+            if slow.speeds:
+                text += f"the link {link} carries {_mb(part)} while data waits for it, "
+                text += f"{_mb(others)} {before}"
+            else:
+                text += f"the link {link} waits for the network {_s(part)} a step, "
+                text += f"{_s(others)} {before}"
         case SlowKind.LINK:
             text += "connections of several nodes wait for the network"
         case SlowKind.CODE if part:
@@ -469,3 +544,8 @@ def in_words(slow: Slowness) -> str:
 def _s(seconds: float) -> str:
     """Return seconds with three digits."""
     return f"{seconds:.3g} s"
+
+
+def _mb(speed: float) -> str:
+    """Return a speed in megabytes a second."""
+    return f"{speed / 1e6:.3g} MB/s"

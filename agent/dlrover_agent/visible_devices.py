@@ -1,12 +1,14 @@
 """Read CUDA_VISIBLE_DEVICES: which GPUs a process may use, and in which order. PURE.
 
+NVIDIA_VISIBLE_DEVICES says the same to the runtime of containers.
+
 On AMD GPUs, HIP_VISIBLE_DEVICES comes before it. The rules are those of CUDA, as torch implements
 them (torch/cuda/__init__.py: ``_parse_visible_devices``,
 ``_transform_uuid_to_ordinals``, ``_device_count_nvml``).
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.words import counted
@@ -15,6 +17,8 @@ MIG = "MIG-"
 """Prefix of the name of a GPU slice. CUDA uses one slice, even if more are listed."""
 CUDA, HIP = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
 """Environment variables that list the GPUs of a process."""
+CONTAINER = "NVIDIA_VISIBLE_DEVICES"
+"""Environment variable that lists the GPUs of a container."""
 _UUID = "GPU-"
 _NUMBER = re.compile(r"\+?\d+", re.ASCII)
 
@@ -58,6 +62,51 @@ def count(given: str, uuids: Sequence[str]) -> int:
         return len(found)
     names = _named(given, _UUID)
     return len(_numbered(given) if names is None else names)
+
+
+def in_pci_order(environ: Mapping[str, str], models: Iterable[str]) -> bool:
+    """Return whether CUDA's numbers of the GPUs are known, as those in the order of their places.
+
+    CUDA counts the fastest GPU first, and only CUDA knows which model is faster. With GPUs of one
+    model, or with UUIDs, there is no such question.
+
+    Args:
+        environ: Environment of the process.
+        models: Model of each GPU.
+    """
+    by_uuid = environ.get(CUDA, "").startswith(_UUID)
+    return by_uuid or environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len({*models}) <= 1
+
+
+def of_job(environ: Mapping[str, str], uuids: Sequence[str], models: Sequence[str]) -> list[int]:
+    """Return the indices of the GPUs that a job may use, of all that the driver shows.
+
+    Without a variable, these are all. A runtime that shows a container its own GPUs only has done
+    what NVIDIA_VISIBLE_DEVICES says. So this variable counts only if it names fewer GPUs.
+
+    Args:
+        environ: Environment of the job's workers.
+        uuids: UUID of each GPU, in the order of their places; empty if it is not known.
+        models: Model of each GPU; empty if it is not known.
+
+    Returns:
+        Empty if the job uses slices of GPUs, whose errors may be those of other jobs, or if it is
+        not clear which GPUs it uses.
+    """
+    found = [*range(len(uuids))]
+    if (given := environ.get(CUDA)) is not None:
+        chosen = visible(given, uuids) or []
+        if len(chosen) < len(found) and not in_pci_order(environ, filter(None, models)):
+            return []
+        found = chosen
+    container = environ.get(CONTAINER, "")
+    if container.startswith(MIG) or ":" in container:
+        return []
+    names = _named(container, _UUID) or []
+    granted = {i for i, uuid in enumerate(uuids) if uuid in names} or {*_numbered(container)}
+    if 0 < len(names or granted) < len(uuids):
+        found = [index for index in found if index in granted]
+    return sorted(found)
 
 
 def one_for_each(environ: Mapping[str, str], nproc: int) -> list[dict[str, str]]:
