@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import pytest
 
-from dlrover_py.master.loop import RETRY
+from dlrover_py.master.pauses import RETRY
 from dlrover_py.protocol.names import journal_of, master_of
 from tests.cluster.conftest import installed
 from tests.cluster.harness import Cluster, Obj, send, until

@@ -55,7 +55,7 @@ async def test_a_store_that_wants_to_be_left_alone_is_left_alone(tmp_path: Path)
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         servers = ServerMap(ServerPlace(listener, tmp_path / "access", store, "token"))
         await servers.open(ElasticJob.parse(found))
-        running = asyncio.create_task(servers.run())
+        running = asyncio.create_task(servers.run(lambda _: None))
         access = read_access(tmp_path / "access")
         dealer = context.socket(zmq.DEALER)
         dealer.connect(access.address)
