@@ -161,7 +161,9 @@ def test_the_operators_pages_are_reached_also_after_its_pod_is_deleted(
         )
     try:
         assert command.stdout is not None
-        link = command.stdout.readline().split()[-1]
+        printed = command.stdout.readline()
+        assert printed, (tmp_path / "told").read_text()
+        link = printed.split()[-1]
         assert "token" in entrance()
         cluster.kubectl("delete", "pod", "-n", operator, "-l", OPERATOR)
         rolled_out(cluster, operator)
