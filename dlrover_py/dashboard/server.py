@@ -447,15 +447,23 @@ def _routes(
         return HTMLResponse(pages.render("job.html", page=page, **values))
 
     @found.get("/jobs/{name}/sections/{section}")
-    async def one_section(name: str, section: str, start: int = 0) -> Response:
-        """Return one section of a job's page."""
+    async def one_section(
+        name: str, section: str, start: int = 0, *, whole: bool = False
+    ) -> Response:
+        """Return one section of a job's page: what is in it, or its element.
+
+        The element keeps which part of the table of nodes was chosen.
+        """
         if section not in pages.SECTIONS:
             return HTMLResponse("", 404)
         watch = watches.get(name)
-        if not start and watch is not None and section in watch.sections:
+        if not (start or whole) and watch is not None and section in watch.sections:
             return HTMLResponse(watch.sections[section])
         page = replace(await newest(name), nodes_from=max(0, start))
-        return HTMLResponse(pages.section(section, page))
+        text = pages.section(section, page)
+        if whole:
+            text = pages.render("section.html", name=section, start=page.nodes_from, text=text)
+        return HTMLResponse(text)
 
     @found.get("/jobs/{name}/changes")
     async def changes(name: str, request: Request, since: str = "") -> Response:

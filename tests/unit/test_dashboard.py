@@ -293,7 +293,7 @@ def test_many_nodes_are_shown_in_pages() -> None:
         links = re.findall(r'href="nodes/(n\d+)/"', text)
         assert links[:1] == ([first] if first else [])
         assert len(links) <= pages.NODES_PER_PAGE
-        numbers = re.findall(r'start=(\d+)"[^>]*>(\d+)<', text)
+        numbers = re.findall(r"start=(\d+)&amp;[^>]*>(\d+)<", text)
         assert 2 <= len(numbers) <= 7
         assert numbers[0] == ("0", "1")
         assert numbers[-1] == ("12400", "125")
