@@ -104,6 +104,7 @@ def test_a_change_between_a_page_and_its_stream_is_shown(page: Page) -> None:
         other.goto(link)
         page.reload()
         expect(page.locator("#head")).to_contain_text("it has changed meanwhile")
+        assert jobs.loads < 1000
         for one in (other, page):
             one.goto("about:blank")
 
