@@ -294,7 +294,7 @@ class Agent:
                 exchange.result()
             end = await self._result
             if end.code != ExitCode.SUPERSEDED:
-                await self._stay_until_stored()
+                await self._stay_until_stored(exchange)
             if self._core.leaves_job:
                 await self._master.last_report(LAST_REPORT_S)
             await self._elastic_events.closed(failed=end.message if end.code else "")
@@ -311,7 +311,7 @@ class Agent:
             await asyncio.gather(exchange, ticks, return_exceptions=True)
             await self._close()
 
-    async def _stay_until_stored(self) -> None:
+    async def _stay_until_stored(self, exchange: "asyncio.Task[None]") -> None:
         """Wait until this node's checkpoints are stored or copied, within the grace period.
 
         The grace period is that of the final assignment, and begins when the agent was asked to
@@ -320,12 +320,15 @@ class Agent:
         node stores what it has by itself if no platform restarts the master. After a signal this
         takes at most the grace period. The method returns immediately if the memory was never used.
         A warning says which step was not stored.
+
+        Args:
+            exchange: The exchange of reports with the master. It is ended before this node stores
+                by itself. By a late answer, the job would count on a node that is about to end.
         """
         if not self._saver.in_use:
             return
-        loop = asyncio.get_running_loop()
         newest = self._core.assignment
-        deadline_start = loop.time() if self._ending_since is None else self._ending_since
+        deadline_start = self._ending_since or asyncio.get_running_loop().time()
         limit_s = LAST_REPORT_S if self._saver.unwritten_step() is None else UNWRITTEN_S
         self._master.urge()
         with contextlib.suppress(TimeoutError):
@@ -340,8 +343,9 @@ class Agent:
                     while newest is not None and newest.stay_until_stored:
                         newest = await self._next_assignment()
         elif self._settings.own_master and newest and newest.directive is not Directive.STOP:
-            core = self._core
-            await self._grace.limit(self._saver.store_without_master(core.follows, core.have[0]))
+            exchange.cancel()
+            number = max(self._core.follows, newest.round)
+            await self._grace.limit(self._saver.store_without_master(number, self._core.have[0]))
         self._saver.warn_of_unwritten()
 
     async def _tick(self) -> None:

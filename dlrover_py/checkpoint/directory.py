@@ -114,14 +114,17 @@ _OBSTORE = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "azure"}
 class DirectoryClaimedError(ConfigError):
     """Another job holds the writer lease of the directory."""
 
-    def __init__(self, message: str, *, is_alive: bool) -> None:
+    def __init__(self, message: str, *, is_alive: bool, job: str = "") -> None:
         """Make the error.
 
         Args:
             message: the message.
             is_alive: whether the writer of the other job is known to live.
+            job: UID of the other job, or that of this job and one of its nodes; empty if it is not
+                known.
         """
         super().__init__(message)
+        self.job = job
         self.is_alive = is_alive
         """Whether the other writer is known to live.
 
@@ -1210,6 +1213,7 @@ class CheckpointDirectory:
                     f"{held.display_name if held is not None else 'which cannot be read'}: "
                     "give each job a directory of its own",
                     is_alive=is_alive is True,
+                    job=held.job if held is not None else "",
                 )
             if self._read_lease() != text:
                 continue  # another process was faster

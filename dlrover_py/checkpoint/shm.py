@@ -22,6 +22,7 @@ import os
 import re
 import secrets
 import struct
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -126,6 +127,7 @@ def capacity(folder: Path) -> int:
     """
     disk = os.statvfs(folder)
     size, limit = disk.f_blocks * disk.f_frsize, cgroups.oom_kills().limit_bytes
+    size = size or sys.maxsize  # a tmpfs with size=0 has no limit of its own
     return size if limit is None else min(size, limit)
 
 

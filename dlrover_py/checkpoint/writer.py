@@ -607,6 +607,9 @@ class WriteAttempt:
             if error.is_alive and not request.without_master:
                 raise
             self._set_activity(str(error))
+            if error.is_alive and error.job.partition("/")[0] == request.job:
+                self._set_activity("another node of this job is storing its state")
+                self._progressed_at = time.monotonic()  # its write has limits of its own
             return None
         return True
 
@@ -776,7 +779,8 @@ class WriteAttempt:
             )
         try:
             store.place.remove_folder(f"{self.folder}/{PARTS_FOLDER}")
-            store.retain(request.keep, {*request.spare, self.folder})
+            if not request.without_master:  # else another part of the job may read an older one
+                store.retain(request.keep, {*request.spare, self.folder})
         except OSError as error:  # the checkpoint itself is stored
             notes.append(f"older checkpoints could not be removed: {_error_message(error)}")
         return self._stored(store, manifest), tuple(notes)

@@ -54,8 +54,8 @@ class JobNotFoundError(ConfigError):
         self.several = several
 
 
-class JobUnreachableError(ConfigError):
-    """A job runs on this machine, but no command reaches it."""
+class JobUnreachableError(JobNotFoundError):
+    """A job seems to run on this machine, but no command reaches it."""
 
 
 def find_to_read(settings: Settings, name: str | None) -> "RunningJob | EndedJob":
@@ -71,10 +71,12 @@ def find_to_read(settings: Settings, name: str | None) -> "RunningJob | EndedJob
     present = running(settings)
     if name in present or (name is None and present):
         return _select(present, name)
-    _refuse_unreachable(settings, name)
+    if name is not None:
+        _refuse_unreachable(settings, name)
     if folder := runs.newest(settings.state_folder, name):
         return EndedJob(folder)
     if name is None:
+        _refuse_unreachable(settings, name)
         raise JobNotFoundError(
             "no job has run on this machine; start one with `dlrover job run job.yaml`"
         )
@@ -113,11 +115,12 @@ def _refuse_unreachable(settings: Settings, name: str | None) -> None:
             folder = (run / names.RUNTIME_LINK).readlink()
             if not (folder / names.CLUSTER_SOCKET).exists() and runs.goes_on(run):
                 raise JobUnreachableError(
-                    f"{folder.name} runs, but no command reaches it: its folder {folder} was "
-                    "removed, perhaps by a cleaner of temporary files. The job makes it again "
-                    f"within seconds, so try again. If that does not help, {run}/logs/"
-                    "cluster.log says why, and Ctrl-C or SIGTERM at `dlrover job run` stops the "
-                    "job. DLROVER_RUNTIME_DIR can name a folder that is not cleaned"
+                    f"{folder.name} runs, but no command reaches it: its folder {folder} is not "
+                    "on this machine. If the job runs on another machine with the same home, call "
+                    "dlrover there. Otherwise a cleaner of temporary files has removed the folder. "
+                    "The job makes it again within seconds, so try again. If that does not help, "
+                    f"{run}/logs/cluster.log says why, and Ctrl-C or SIGTERM at `dlrover job run` "
+                    "stops the job. DLROVER_RUNTIME_DIR can name a folder that is not cleaned"
                 )
 
 

@@ -114,7 +114,8 @@ class RuntimeFolder:
                 with contextlib.suppress(FileExistsError):
                     self._write(name, content)
             for entry in os.scandir(self.path):
-                if entry.is_file(follow_symlinks=False):
+                # A name with a dot at its beginning is that of a file that is being written.
+                if entry.is_file(follow_symlinks=False) and not entry.name.startswith("."):
                     with contextlib.suppress(FileNotFoundError):
                         self._files[entry.name] = read_regular(Path(entry.path), MAX_FILE_BYTES)
             found, fresh = self._present_socket(), None
@@ -135,7 +136,7 @@ class RuntimeFolder:
             await asyncio.sleep(pause_s)
             pause_s = LOOK_S
             try:
-                fresh = await disk.run(self.restore, RESTORE_S, discard=_close_if_open)
+                fresh = await disk.run(self.restore, RESTORE_S, discard=self._discard)
             except (OSError, DLRoverError) as error:
                 if told != (told := str(error)):
                     then = "commands may not reach the job: see the reason"
@@ -147,6 +148,13 @@ class RuntimeFolder:
                 why = f"{self.path} was removed, perhaps by a cleaner of temporary files"
                 then = "it is there again; DLROVER_RUNTIME_DIR can name one that is not cleaned"
                 log.warning("runtime_folder_made_again", extra={"why": why, "then": then})
+
+    def _discard(self, listener: socket.socket | None) -> None:
+        """Close a socket for which nobody waits any more; the next look makes another one."""
+        if listener is not None:
+            listener.close()
+            with self._guard:
+                self._socket = (0, 0)
 
     def remove(self) -> None:
         """Remove the folder for good, and release the lock on the name; errors are ignored."""
@@ -192,9 +200,3 @@ class RuntimeFolder:
             found = os.lstat(self.path / names.CLUSTER_SOCKET)
             return found.st_dev, found.st_ino
         return None
-
-
-def _close_if_open(listener: socket.socket | None) -> None:
-    """Close a socket for which nobody waits any more."""
-    if listener is not None:
-        listener.close()

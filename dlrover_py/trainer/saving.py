@@ -121,7 +121,7 @@ class SaveStarter:
                     break
                 pause.wait(LAST_SAVE_PAUSE_S)
         except ShmTooSmallError as error:
-            if self._stats.saves == 0 and not self.goes_on:
+            if first and not self.goes_on:
                 raise ConfigError(f"checkpoint: {error}") from error
             self._missed(step, str(error))
             return False

@@ -162,7 +162,12 @@ class SlotPool:
         except ShmFullError as error:
             own, size = {slot.path for slot in self.slots}, shm.capacity(folder)
             whole = need * len(self.slots)
-            others = sum(p.stat().st_size for p in folder.iterdir() if p not in own)
+            # Copies of other nodes' checkpoints give way, and none is there without this one.
+            others = sum(
+                path.stat().st_size
+                for path in folder.iterdir()
+                if path not in own and not path.name.startswith("peer-")
+            )
             if whole + others <= size:
                 raise
             beside = f", beside the {shm.format_size(others)} of other workers" if others else ""

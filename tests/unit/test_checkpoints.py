@@ -132,6 +132,20 @@ def test_nodes_learn_once_that_each_alone_has_the_whole_state() -> None:
     assert not sharded(1).core.memory.common_shard_group
 
 
+def test_a_node_with_memory_of_an_older_round_changes_nothing_for_all_others() -> None:
+    """Each of its reports changed the answer, and each report of another node changed it back."""
+    desk = Desk(N0, N1, N2)
+    for node, rank in ((N0, 0), (N1, 1)):
+        desk.say(node, memory=[held(5, rank, part="new", round_number=2)])
+    desk.say(N2, memory=[held(1, 0, 1, part="old")])
+    assert desk.core.memory.common_shard_group == "new"
+    for step in (2, 3):
+        desk.say(N2, memory=[held(step, 0, 1, part="old")])
+        assert not desk.reassigned
+        desk.say(N0, memory=[held(step + 5, 0, part="new", round_number=2)])
+        assert not desk.reassigned
+
+
 # --- what is whole ---
 
 

@@ -10,6 +10,8 @@ import pytest
 
 from dlrover_py.cli import runs
 from dlrover_py.cli.local_jobs import (
+    EndedJob,
+    JobNotFoundError,
     JobUnreachableError,
     RunningJob,
     find_to_change,
@@ -26,6 +28,7 @@ from dlrover_py.localcluster.cluster import (
     host_shortage,
 )
 from dlrover_py.protocol.errors import ConfigError, DLRoverError, FileLimitError, UnreachableError
+from dlrover_py.protocol.names import STATUS_FILE
 from tests.builders import elastic_job
 from tests.limits import open_files, room_for
 
@@ -115,6 +118,12 @@ def test_a_job_whose_folder_was_removed_is_told_as_that(tmp_path: Path) -> None:
             for name in ("job", None):
                 with pytest.raises(JobUnreachableError, match="job runs, but no command reaches"):
                     find(settings, name)
+        assert issubclass(JobUnreachableError, JobNotFoundError), "a cluster is searched, too"
+        ended = tmp_path / "state" / "another@5"
+        ended.mkdir()
+        (ended / STATUS_FILE).write_text("{}")
+        found = find_to_read(settings, None)
+        assert isinstance(found, EndedJob), "the job may run on another machine of this home"
     finally:
         cluster.close()
     assert list(running(settings)) == []

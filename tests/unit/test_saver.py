@@ -315,6 +315,26 @@ async def lost(desk: Desk, round_number: int, common: str = "a") -> list[Any]:
     return sent
 
 
+async def test_a_late_answer_of_the_master_ends_no_lone_write(tmp_path: Path) -> None:
+    """The write was canceled, its end was not heard, and the agent waited for ever."""
+    desk = Desk(tmp_path)
+    path = desk.saver.path
+    assert path is not None
+    slot(path, "0.1", 2, 6, part="a", round=2)
+    sent: list[Any] = []
+    desk.saver.persister.say = lambda document, **_: sent.append(document)  # type: ignore[method-assign]
+    desk.saver.stores(CheckpointTarget(dir="/x"))
+    desk.saver.assigned(Assignment(**FACTS, common_shard_group="a"))
+    lone = asyncio.create_task(desk.saver.store_without_master(2, 7))
+    while not sent:
+        await asyncio.sleep(0)
+    desk.saver.assigned(Assignment(**FACTS))
+    assert [type(one).__name__ for one in sent] == ["WriteRequest"]
+    desk.saver.answered(WriteReply(attempt=sent[0].attempt, phase=PersistPhase.FAILED, why="x"))
+    await asyncio.wait_for(lone, 30)
+    await desk.saver.close()
+
+
 async def test_a_node_that_has_the_whole_state_stores_it_without_a_master(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

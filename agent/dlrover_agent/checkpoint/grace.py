@@ -28,7 +28,9 @@ class GraceAfterSignal:
 
     async def limit(self, work: Awaitable[None]) -> None:
         """Wait for some work, which is canceled when the time is over."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(self._end_at) as self._timeout:
-                await work
-        self._timeout = None
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(self._end_at) as self._timeout:
+                    await work
+        finally:
+            self._timeout = None

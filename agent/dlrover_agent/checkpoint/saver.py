@@ -161,6 +161,8 @@ class Saver:
         self._common_shard_group = ""
         """The shard group that every rank has, as the master said it last; empty if none is."""
         self._write_ended = asyncio.Event()
+        self._alone = False
+        """Whether this node stores by itself, whatever a late answer of the master says."""
         """Set by the last reply to the request that is open."""
         self._written_step = -1
         """Newest step of which this node has written its part to storage; -1 if there is none."""
@@ -326,6 +328,7 @@ class Saver:
             grant=term,
         )
         self._write_ended.clear()
+        self._alone = True
         self._start_write(request, without_master=True)
         await self._write_ended.wait()
         stored = self._stored
@@ -391,6 +394,8 @@ class Saver:
         checkpoint. An assignment without a request, or with another attempt, cancels the write that
         is under way. Each attempt is started once, and its grant to commit is passed on once.
         """
+        if self._alone:
+            return
         if assignment.checkpoint and assignment.checkpoint != self._policy_text:
             self._policy_text = assignment.checkpoint
             self._read_policy()

@@ -290,8 +290,10 @@ class Zygote:
         if children := _children():
             return ZygoteFitness(f"an import has started processes ({children})")
         gc.collect()
+        # By id and dict: a class of a foreign metaclass may run code when it is asked.
         self._frees_at_end = any(
-            getattr(type(one), "__module__", "") == "nanobind" for one in gc.get_objects()
+            type.__getattribute__(kind, "__dict__").get("__module__") == "nanobind"
+            for kind in {id(type(one)): type(one) for one in gc.get_objects()}.values()
         )
         # Otherwise a child's garbage collector would write to every page, and so copy it.
         gc.freeze()

@@ -127,8 +127,10 @@ class MemoryIndex:
             old, new = before.get(key, []), after.get(key, [])
             if old != new:
                 self._replace_one(node, key, old, new)
-        newest = max(after, default=None)
-        groups = self._timelines[newest.timeline_key].all_parts() if newest is not None else None
+        # Of the newest timeline, whichever this node reports: else the result would go back and
+        # forth with each report of a node that still has an older one.
+        newest_first = sorted(self._timelines, reverse=True)
+        groups = next((g for key in newest_first if (g := self._timelines[key].all_parts())), None)
         if not groups:
             return False
         common, self.common_shard_group = (
