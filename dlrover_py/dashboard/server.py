@@ -12,6 +12,7 @@ import logging
 import re
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Protocol
 from urllib.parse import parse_qs, quote
@@ -140,6 +141,10 @@ class Access:
         return hmac.compare_digest(sent.encode(), self.csrf.encode())
 
 
+Changes = tuple[list[str], str]
+"""Names of sections that have changed, and the revision of that change."""
+
+
 class SectionWatch:
     """Looks at one job while somebody watches it, and tells which sections have changed.
 
@@ -154,7 +159,7 @@ class SectionWatch:
         """The revision of the last change of each section."""
         self._digests: dict[str, str] = {}
         self._told_at: dict[str, float] = {}
-        self._queues: set[asyncio.Queue[list[str] | None]] = set()
+        self._queues: set[asyncio.Queue[Changes | None]] = set()
         self._task: asyncio.Task[None] | None = None
         self._page: pages.JobPage | None = None
         self.sections: dict[str, str] = {}
@@ -175,8 +180,8 @@ class SectionWatch:
         """The newest revision, for :meth:`changes`."""
         return f"{self._name}-{self._revision}"
 
-    async def changes(self, since: str) -> AsyncGenerator[list[str], None]:
-        """Yield the names of the sections that have changed; an empty list now and then.
+    async def changes(self, since: str) -> AsyncGenerator[Changes, None]:
+        """Yield the sections that have changed, with the revision; no sections now and then.
 
         It ends with :meth:`close`.
 
@@ -187,18 +192,18 @@ class SectionWatch:
         name, _, number = since.partition("-")
         known = int(number) if name == self._name and re.fullmatch("[0-9]{1,15}", number) else -1
         missed = [section for section, revision in self._revised.items() if revision > known]
-        queue: asyncio.Queue[list[str] | None] = asyncio.Queue()
+        queue: asyncio.Queue[Changes | None] = asyncio.Queue()
         self._queues.add(queue)
         if self._task is None:
             self._task = asyncio.create_task(self._run())
         try:
             if missed:
-                yield missed
+                yield missed, self.revision
             while True:
                 try:
                     changed = await asyncio.wait_for(queue.get(), PING_S)
                 except TimeoutError:
-                    changed = []
+                    changed = [], ""
                 if changed is None:
                     return
                 yield changed
@@ -227,7 +232,7 @@ class SectionWatch:
                 news = self.sections
             changed = self._changed(news)
             for queue in self._queues if changed else ():
-                queue.put_nowait(changed)
+                queue.put_nowait((changed, self.revision))
             await asyncio.sleep(self._poll_s if changed else QUIET * self._poll_s)
 
     def _render(self, page: pages.JobPage) -> None:
@@ -334,8 +339,11 @@ class Guard:
         if is_open(path) or self._known(Request(scope)):
             await self._app(scope, receive, with_headers)
         else:
-            root = root_of(Request(scope))
-            answer = HTMLResponse(pages.render(self._entrance, root=root), 401)
+            request = Request(scope)
+            text = pages.render(self._entrance, root=root_of(request))
+            answer: Response = HTMLResponse(text, 401)
+            if "hx-request" in request.headers:  # a part of a page, which has another address
+                answer = problem(request, "the session has ended: load the page anew", 401)
             await answer(scope, receive, with_headers)
 
 
@@ -473,9 +481,11 @@ def _routes(
 
         async def events() -> AsyncIterator[str]:
             try:
-                async for changed in watch.changes(since):
-                    told = f"id: {watch.revision}\ndata:\n\n"
-                    yield "".join(f"event: {s}\n{told}" for s in changed) or ": still here\n\n"
+                async with aclosing(watch.changes(since)) as found:
+                    async for changed, revision in found:
+                        told = f"id: {revision}\ndata:\n\n"
+                        text = "".join(f"event: {s}\n{told}" for s in changed)
+                        yield text or ": still here\n\n"
             finally:
                 if not watch.is_watched and watches.get(name) is watch:
                     del watches[name]

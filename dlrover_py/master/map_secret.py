@@ -13,6 +13,7 @@ from dlrover_py.kubernetes.errors import ConflictError, KubeError, NotFoundError
 from dlrover_py.kubernetes.kinds import SECRETS, Obj
 from dlrover_py.protocol.errors import ConfigError, SupersededError, TransientError
 from dlrover_py.protocol.names import GROUP
+from dlrover_py.ps.map_store import MapTooLargeError
 
 if TYPE_CHECKING:
     from dlrover_py.kubernetes.client import KubeClient
@@ -91,7 +92,7 @@ class SecretMapStore:
         """
         packed = gzip.compress(document, compresslevel=3, mtime=0)
         if len(packed) > MAX_PACKED_BYTES:
-            raise TransientError(
+            raise MapTooLargeError(
                 f"{self.name}: the map has {len(packed)} bytes, expected at most "
                 f"{MAX_PACKED_BYTES}: use fewer buckets"
             )

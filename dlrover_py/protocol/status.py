@@ -725,7 +725,7 @@ class Training(JobStatus):
 
         Kubernetes has the conditions in ``status.conditions``. The newest events stay, up to
         ``TRAINING_EVENTS`` and half of the bytes. Nodes stay up to ``TRAINING_NODES``, those with
-        problems first. All other fields are never cut.
+        problems first, and as many servers. All other fields are never cut.
         """
         fields = {name: getattr(status, name) for name in JobStatus.model_fields}
         fields |= {"conditions": [], "nodes": [], "events": []}
@@ -733,6 +733,10 @@ class Training(JobStatus):
             one.model_copy(update={"partitions": one.partitions[:TRAINING_PARTITIONS]})
             for one in status.streams
         ]
+        if status.tables is not None:
+            shown = status.tables.servers[:TRAINING_NODES]
+            fields["tables"] = status.tables.model_copy(update={"servers": shown})
+        fields["servers"] = status.servers[:TRAINING_NODES]
         bare = cls(**fields, summary=summarize(status), left_out=len(status.nodes))
         left = TRAINING_BYTES - _size(bare)
         events = _fitting(status.events[: -TRAINING_EVENTS - 1 : -1], left // 2)

@@ -117,7 +117,8 @@ class PsClient:
         self._incarnation = 0
         self._call = secrets.token_hex(8)
         """Names the request of this program to begin, however often it is sent."""
-        self._joined = False
+        self._joined = 0
+        """The incarnation of this program; 0 until the coordinator has heard of it."""
         self._broken: DLRoverError | None = None
         """Why this client can do nothing more."""
         self._changed = threading.Condition()
@@ -544,17 +545,18 @@ class PsClient:
         self._lines.keep({"", *current.servers})
         self._follow_steps()
         self._send_parts([one for one in self._without_lost(parts) if one.seq in self._open])
-        self._joined = self._joined or current.calls.get(self.name) == self._call
         newest = current.clients.get(self.name, 0)
+        if not self._joined and current.calls.get(self.name) == self._call:
+            self._joined = newest
         if self._meeting is not None:
             self._ask(self._meeting)
-        with self._changed:
-            if self._joined and current.placements and not self._incarnation:
-                self._incarnation = newest
-            self._changed.notify_all()
-        if self._incarnation and newest > self._incarnation:
+        if self._joined and newest > self._joined:
             words = f"a newer client has the name {self.name}, or the other workers went on without"
             self._break(SupersededError(f"{words} it: expected one that is heard all the time"))
+        with self._changed:
+            if current.placements and not self._broken:
+                self._incarnation = self._joined
+            self._changed.notify_all()
 
     def _pulled(self, message: m.Pulled, payload: Payload) -> None:
         request = self._open.get(message.seq)

@@ -24,7 +24,7 @@ from dlrover_py.protocol.errors import (
 from dlrover_py.ps import messages as m
 from dlrover_py.ps.cluster_map import ClusterMap, CutPlace
 from dlrover_py.ps.cuts import CutDirectory, SavedCut
-from dlrover_py.ps.map_store import MapStore
+from dlrover_py.ps.map_store import MapStore, MapTooLargeError
 from dlrover_py.ps.meetings import Meetings
 from dlrover_py.ps.planner import Planner, PlanRules
 from dlrover_py.ps.specs import Consistency, ConsistencyKind
@@ -205,6 +205,8 @@ class Coordinator:
                 self._cuts.renew()
         try:
             self._publish(now)
+        except MapTooLargeError:
+            raise  # the store is reached: there is no other master to go to
         except TransientError:
             if now - self._owned_at > DOUBT_S and self._listener is not None:
                 self._disconnect()
@@ -243,12 +245,12 @@ class Coordinator:
         """Close all connections. Their other ends connect again, perhaps to another coordinator."""
         self.socket.close(linger=0)
         self._routes, self._answers = {}, {}
+        self._hearing.begun = False  # nobody can speak, so nobody is silent
 
     def _connect(self) -> None:
         """Take connections again. Their other ends have as much time as with a new coordinator."""
         self.socket = self._context.socket(zmq.ROUTER)
         _bind(self.socket, self._listener)
-        self._hearing.begun = False
         self.planner.wait_for_all(self._hearing.now)
         self._group.wait_for_all(self._hearing.now)
 

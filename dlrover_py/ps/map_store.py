@@ -43,6 +43,10 @@ class MapStore(Protocol):
         """
 
 
+class MapTooLargeError(TransientError):
+    """The document is larger than its place can take."""
+
+
 class MapFile:
     """The document in a file. One process at a time may use it: the journal's lock says which."""
 
@@ -84,5 +88,12 @@ class MapFile:
             raise TransientError(f"{self.name}: {error.strerror}; expected to write it") from error
 
     def check(self) -> bool:
-        """Return whether the file is there."""
-        return self._path.exists()
+        """Return whether the file is there.
+
+        Raises:
+            TransientError: The disk does not say so now.
+        """
+        try:
+            return self._path.exists()
+        except OSError as error:
+            raise TransientError(f"{self.name}: {error.strerror}; expected to find it") from error

@@ -73,7 +73,7 @@ def app(
     viewers = Viewers(api, clock)
     # Browsers tell no port of a machine from another: each operator has its own cookie.
     cookie = f"dlrover-viewer-{secrets.token_hex(4)}"
-    found = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    found = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
 
     def session(request: Request) -> ViewerSession | None:
         return viewers.session(request.cookies.get(cookie, ""))

@@ -420,7 +420,7 @@ def test_only_what_has_changed_is_announced() -> None:
 
         found = []
         watch = server.SectionWatch(load, 0.001)
-        async for changed in watch.changes(""):
+        async for changed, _ in watch.changes(""):
             found.append(set(changed))
             if len(found) == 2:
                 return found
@@ -453,14 +453,15 @@ def test_a_viewer_that_connects_late_or_after_a_failed_look_misses_no_change(
     async def watched() -> list[list[str]]:
         watch = server.SectionWatch(load, 0.001)
         all_changes, known, late = watch.changes(""), "", []
-        async for changed in all_changes:
+        async for changed, revision in all_changes:
             if set(changed) == set(pages.SECTIONS):
-                known = watch.revision  # of a page that is loaded now
+                known = revision  # of a page that is loaded now
             elif watch.page is not None and watch.page.view.reason == "last":
                 break
         for since in (known, watch.revision, "of-another-watch", "x" * 500):
             seen = watch.changes(since)
-            late.append(await asyncio.wait_for(anext(seen), 0.2) if since != watch.revision else [])
+            first = [] if since == watch.revision else (await asyncio.wait_for(anext(seen), 30))[0]
+            late.append(first)
             await seen.aclose()
         await all_changes.aclose()
         return late

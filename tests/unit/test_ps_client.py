@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dlrover_py.protocol.errors import DLRoverError, SupersededError
 from dlrover_py.ps import messages as m
 from dlrover_py.ps import specs
 from dlrover_py.ps.client import DataLossError, PsClient
@@ -70,6 +71,40 @@ class DeafAtFirst(Coordinator):
         if type(message) in self.ignored:
             super()._handle(route, message, now)
         self.ignored.append(type(message))
+
+
+def test_two_programs_of_one_name_never_have_the_same_rights(tmp_path: Path) -> None:
+    """One that began before there were servers took the rights of the next one."""
+    rules = PlanRules(buckets=4, silence_s=2 * WAIT_S)
+    coordinator = Coordinator("job", TOKEN, MapFile(tmp_path / "map.json"), rules, time.monotonic())
+    errors: list[Exception] = []
+
+    def begin() -> None:
+        try:
+            PsClient(coordinator.access, "worker-0", timeout_s=WAIT_S).close()
+        except DLRoverError as error:
+            errors.append(error)
+
+    def turn() -> None:
+        coordinator.socket.poll(20)
+        coordinator.receive(time.monotonic())
+        coordinator.tick(time.monotonic())
+
+    program = threading.Thread(target=begin)
+    program.start()
+    try:
+        deadline = time.monotonic() + WAIT_S
+        while "worker-0" not in coordinator.planner.map.clients and time.monotonic() < deadline:
+            turn()
+        turn()
+        coordinator.planner.join("worker-0", "another program")
+        coordinator.planner.heard("s0", "tcp://127.0.0.1:9", time.monotonic())
+        while program.is_alive() and time.monotonic() < deadline:
+            turn()
+    finally:
+        program.join()
+        coordinator.close()
+    assert [type(error) for error in errors] == [SupersededError]
 
 
 def test_a_request_that_a_dead_coordinator_did_not_read_is_sent_again(

@@ -170,6 +170,19 @@ def test_hosts_are_allowed_again_if_only_they_have_room_for_a_server() -> None:
     assert run.events()[-1] == "HostsReadmitted"
 
 
+def test_a_new_master_knows_that_a_server_waits_for_a_host_that_it_may_have() -> None:
+    """It waited for ever: why it had no place was known to the lost master alone."""
+    spec = parsed(replicas=1)
+    run = Run(spec)
+    run.end("ps0", code=None, free=True, refused_by="h1")
+    run.step(NodeSeen(NodeId("ps1"), near=False, runs=False))
+    run.restart(spec)
+    run.step(NodeSeen(NodeId("ps1"), near=False, runs=False))
+    run.now += NO_ROOM_S
+    assert deleted(run.step()) == {"ps1": 0.0}
+    assert run.events()[-1] == "HostsReadmitted"
+
+
 def test_a_refused_command_ends_the_job_at_once() -> None:
     run = Run(parsed())
     run.end("ps1", code=ExitCode.USAGE)

@@ -83,6 +83,9 @@ class Servers:
         elif seen.node in self._starting:
             start = self._starting[seen.node]
             start.pending_since = math.inf if seen.near else min(start.pending_since, self.live.now)
+        elif not (seen.near or seen.cut_off) and seen.exists:  # an earlier master has requested it
+            avoid = self._capacity.avoided_hosts()
+            self._starting[seen.node] = _PendingServer(avoid, self.live.now)
         why = seen.leaving or ("its host does not answer" if seen.cut_off else "")
         if why and not record.nodes[seen.node]:
             self._leave(seen.node, why)
