@@ -194,7 +194,7 @@ class SectionWatch:
         missed = [section for section, revision in self._revised.items() if revision > known]
         queue: asyncio.Queue[Changes | None] = asyncio.Queue()
         self._queues.add(queue)
-        if self._task is None:
+        if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run())
         try:
             if missed:
@@ -223,13 +223,12 @@ class SectionWatch:
         while True:
             try:
                 self._page = page = await self._load()
+                self._render(page)
+                news = self.sections
             except Exception as error:  # the next look may succeed, and viewers must hear of it
                 if not isinstance(error, DLRoverError):
                     log.exception("page_failed")
                 self._page, self.sections, news = None, {}, {"head": str(error)}
-            else:
-                self._render(page)
-                news = self.sections
             changed = self._changed(news)
             for queue in self._queues if changed else ():
                 queue.put_nowait((changed, self.revision))

@@ -156,6 +156,9 @@ class ServerMap:
                             said = new
                             report(new)
         finally:
+            present = self._present
+            if present is not None and present.ended:  # it may have come with the end of the loop
+                coordinator.end()
             coordinator.close()
 
 

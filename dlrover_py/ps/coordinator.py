@@ -43,6 +43,8 @@ While the coordinator waits for a disk or the API server, it hears nobody. That 
 CHECK_S = 10.0
 """Seconds without a new map after which a coordinator checks that the stored one is its own."""
 
+LAST_WORDS_MS = 1000
+"""Milliseconds for the news of the job's end to leave."""
 DOUBT_S = 15.0
 """Seconds without a success of the store after which a coordinator closes all connections.
 
@@ -155,7 +157,8 @@ class Coordinator:
         if self._cuts is not None:
             with contextlib.suppress(OSError):  # it lapses
                 self._cuts.close()
-        self._context.destroy(linger=0)
+        # Servers that do not hear of the job's end wait for the next coordinator, minutes long.
+        self._context.destroy(linger=LAST_WORDS_MS if self._ended else 0)
 
     def receive(self, now: float) -> None:
         """Handle the messages that have come. :meth:`tick` stores what they have changed."""
