@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,6 +15,36 @@ from dlrover_py.ps.server import ParameterServer
 from dlrover_py.ps.wire import JobAccess
 
 TOKEN = "a-token-of-the-tests"
+
+
+def turn(coordinator: Coordinator) -> None:
+    """Let a coordinator do once what it does again and again."""
+    coordinator.socket.poll(20)
+    coordinator.receive(time.monotonic())
+    coordinator.tick(time.monotonic())
+
+
+@contextmanager
+def coordinating(coordinator: Coordinator) -> Iterator[Callable[[], None]]:
+    """Run a coordinator in a thread, then close it; yield a call that ends the thread earlier."""
+    over = threading.Event()
+
+    def coordinate() -> None:
+        while not over.is_set():
+            turn(coordinator)
+
+    thread = threading.Thread(target=coordinate)
+    thread.start()
+
+    def stop() -> None:
+        over.set()
+        thread.join()
+
+    try:
+        yield stop
+    finally:
+        stop()
+        coordinator.close()
 
 
 @contextmanager
@@ -41,29 +71,18 @@ def servers(
         cuts=CutDirectory(cuts) if cuts else None,
         source=source,
     )
-    over = threading.Event()
-
-    def coordinate() -> None:
-        while not over.is_set():
-            coordinator.socket.poll(20)
-            coordinator.receive(time.monotonic())
-            coordinator.tick(time.monotonic())
-        coordinator.close()
-
     running = [ParameterServer(coordinator.access, f"s{index}") for index in range(count)]
-    threads = [threading.Thread(target=coordinate)]
-    threads += [threading.Thread(target=server.run) for server in running]
-    for thread in threads:
-        thread.start()
-    try:
-        yield coordinator.access
-    finally:
-        for server, thread in zip(running, threads[1:], strict=True):
-            server.stop()
-            thread.join()
-            server.close()
-        over.set()
-        threads[0].join()
+    threads = [threading.Thread(target=server.run) for server in running]
+    with coordinating(coordinator):
+        for thread in threads:
+            thread.start()
+        try:
+            yield coordinator.access
+        finally:
+            for server, thread in zip(running, threads, strict=True):
+                server.stop()
+                thread.join()
+                server.close()
 
 
 @contextmanager

@@ -335,15 +335,16 @@ class Guard:
             await send(message)
 
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if is_open(path) or self._known(Request(scope)):
-            await self._app(scope, receive, with_headers)
+        request = Request(scope)
+        answer: ASGIApp
+        if is_open(path) or self._known(request):
+            answer = self._app
+        elif "hx-request" in request.headers:  # a part of a page, which has another address
+            answer = problem(request, "the session has ended: load the page anew", 401)
         else:
-            request = Request(scope)
             text = pages.render(self._entrance, root=root_of(request))
-            answer: Response = HTMLResponse(text, 401)
-            if "hx-request" in request.headers:  # a part of a page, which has another address
-                answer = problem(request, "the session has ended: load the page anew", 401)
-            await answer(scope, receive, with_headers)
+            answer = HTMLResponse(text, 401)
+        await answer(scope, receive, with_headers)
 
 
 class Dashboard:

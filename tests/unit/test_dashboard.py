@@ -5,7 +5,8 @@ import csv
 import hashlib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -144,6 +145,20 @@ class Browser:
         found = {k.decode(): v.decode() for k, v in sent[0]["headers"]}
         body = b"".join(m.get("body", b"") for m in sent[1:])
         return Answer(sent[0]["status"], found, body)
+
+    @asynccontextmanager
+    async def watching(self) -> AsyncIterator[list[Message]]:
+        """Watch the job, as its open page does; yield what was told, after the first change."""
+        told: list[Message] = []
+        opened = self.called("GET", "/jobs/demo/changes?since=", stream=told)
+        stream = asyncio.create_task(opened)
+        while not any(message.get("body") for message in told):
+            await asyncio.sleep(0)
+        try:
+            yield told
+        finally:
+            stream.cancel()
+            await asyncio.wait([stream])
 
     def enter(self) -> "Browser":
         answer = self.call("GET", f"/enter?token={self.access.token}")
@@ -475,14 +490,8 @@ def test_a_page_and_its_stream_have_the_same_revision() -> None:
     browser = Browser().enter()
 
     async def viewed() -> tuple[str, str]:
-        told: list[Message] = []
-        opened = browser.called("GET", "/jobs/demo/changes?since=", stream=told)
-        stream = asyncio.create_task(opened)
-        while not any(message.get("body") for message in told):
-            await asyncio.sleep(0)
-        page = (await browser.called("GET", "/jobs/demo/")).text
-        stream.cancel()
-        await asyncio.wait([stream])
+        async with browser.watching() as told:
+            page = (await browser.called("GET", "/jobs/demo/")).text
         return page, b"".join(message.get("body", b"") for message in told).decode()
 
     page, told = asyncio.run(viewed())
@@ -522,15 +531,8 @@ def test_a_job_that_is_watched_is_read_once_for_all_its_fragments() -> None:
     browser = Browser(OneJob(running(nodes=150))).enter()
 
     async def viewed() -> list[str]:
-        told: list[Message] = []
-        opened = browser.called("GET", "/jobs/demo/changes", stream=told)
-        stream = asyncio.create_task(opened)
-        while not any(message.get("body") for message in told):
-            await asyncio.sleep(0)
-        texts = [(await browser.called("GET", f"/jobs/demo/sections/{s}")).text for s in SHOWN]
-        stream.cancel()
-        await asyncio.wait([stream])
-        return texts
+        async with browser.watching():
+            return [(await browser.called("GET", f"/jobs/demo/sections/{s}")).text for s in SHOWN]
 
     head, nodes = asyncio.run(viewed())
     assert browser.jobs.loads == 1
@@ -548,16 +550,12 @@ def test_a_section_that_was_announced_is_made_once_for_all_viewers() -> None:
     nodes = jobs.view.status.nodes
 
     async def viewed() -> tuple[str, str]:
-        told: list[Message] = []
-        opened = browser.called("GET", "/jobs/demo/changes", stream=told)
-        stream = asyncio.create_task(opened)
-        while not any(message.get("body") for message in told):
-            await asyncio.sleep(0)
-        nodes.append(nodes[0].model_copy(update={"id": "late"}))  # for all that is made from now on
-        path = "/jobs/demo/sections/nodes"
-        texts = [(await browser.called("GET", path + more)).text for more in ("", "?start=1")]
-        stream.cancel()
-        await asyncio.wait([stream])
+        async with browser.watching():
+            nodes.append(
+                nodes[0].model_copy(update={"id": "late"})
+            )  # for all that is made from now on
+            path = "/jobs/demo/sections/nodes"
+            texts = [(await browser.called("GET", path + more)).text for more in ("", "?start=1")]
         return texts[0], texts[1]
 
     first, others = asyncio.run(viewed())

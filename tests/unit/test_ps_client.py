@@ -17,7 +17,7 @@ from dlrover_py.ps.map_store import MapFile
 from dlrover_py.ps.planner import PlanRules
 from dlrover_py.ps.request_rows import TableRows
 from dlrover_py.ps.specs import TableSpec
-from tests.ps_threads import TOKEN
+from tests.ps_threads import TOKEN, coordinating, turn
 
 WAIT_S = 30.0
 
@@ -27,36 +27,23 @@ def test_a_request_that_begins_after_its_rows_were_lost_fails_at_once(tmp_path: 
     rules = PlanRules(buckets=4, silence_s=2 * WAIT_S)
     coordinator = Coordinator("job", TOKEN, MapFile(tmp_path / "map.json"), rules, time.monotonic())
     coordinator.planner.heard("s0", "tcp://127.0.0.1:9", time.monotonic())  # nothing listens
-    over = threading.Event()
-
-    def coordinate() -> None:
-        while not over.is_set():
-            coordinator.socket.poll(20)
-            coordinator.receive(time.monotonic())
-            coordinator.tick(time.monotonic())
-
-    thread = threading.Thread(target=coordinate)
-    thread.start()
-    try:
-        with PsClient(coordinator.access, "worker-0", timeout_s=2 * WAIT_S) as worker:
-            worker.create(TableSpec("table", 4))
-            over.set()
-            thread.join()
-            coordinator.lost("s0")
-            coordinator.tick(time.monotonic())  # the last map that the worker gets
-            deadline = time.monotonic() + WAIT_S
-            while not any(one.lost for one in worker.map.placements):
-                assert time.monotonic() < deadline
-                threading.Event().wait(0.01)
-            with pytest.raises(DataLossError, match="all copies of some rows are lost"):
-                worker.pull({"table": np.arange(9)}).result(WAIT_S)
-            grads = np.zeros((9, 4), np.float32)
-            with pytest.raises(DataLossError, match="all copies of some rows are lost"):
-                worker.push({"table": (np.arange(9), grads)}).result(WAIT_S)
-    finally:
-        over.set()
-        thread.join()
-        coordinator.close()
+    with (
+        coordinating(coordinator) as stop,
+        PsClient(coordinator.access, "worker-0", timeout_s=2 * WAIT_S) as worker,
+    ):
+        worker.create(TableSpec("table", 4))
+        stop()
+        coordinator.lost("s0")
+        coordinator.tick(time.monotonic())  # the last map that the worker gets
+        deadline = time.monotonic() + WAIT_S
+        while not any(one.lost for one in worker.map.placements):
+            assert time.monotonic() < deadline
+            threading.Event().wait(0.01)
+        with pytest.raises(DataLossError, match="all copies of some rows are lost"):
+            worker.pull({"table": np.arange(9)}).result(WAIT_S)
+        grads = np.zeros((9, 4), np.float32)
+        with pytest.raises(DataLossError, match="all copies of some rows are lost"):
+            worker.push({"table": (np.arange(9), grads)}).result(WAIT_S)
 
 
 class DeafAtFirst(Coordinator):
@@ -85,22 +72,17 @@ def test_two_programs_of_one_name_never_have_the_same_rights(tmp_path: Path) -> 
         except DLRoverError as error:
             errors.append(error)
 
-    def turn() -> None:
-        coordinator.socket.poll(20)
-        coordinator.receive(time.monotonic())
-        coordinator.tick(time.monotonic())
-
     program = threading.Thread(target=begin)
     program.start()
     try:
         deadline = time.monotonic() + WAIT_S
         while "worker-0" not in coordinator.planner.map.clients and time.monotonic() < deadline:
-            turn()
-        turn()
+            turn(coordinator)
+        turn(coordinator)
         coordinator.planner.join("worker-0", "another program")
         coordinator.planner.heard("s0", "tcp://127.0.0.1:9", time.monotonic())
         while program.is_alive() and time.monotonic() < deadline:
-            turn()
+            turn(coordinator)
     finally:
         program.join()
         coordinator.close()
@@ -112,27 +94,13 @@ def test_a_request_that_a_dead_coordinator_did_not_read_is_sent_again(
 ) -> None:
     coordinator = DeafAtFirst(tmp_path)
     coordinator.planner.heard("s0", "tcp://127.0.0.1:9", time.monotonic())
-    over = threading.Event()
-
-    def coordinate() -> None:
-        while not over.is_set():
-            coordinator.socket.poll(20)
-            coordinator.receive(time.monotonic())
-            coordinator.tick(time.monotonic())
-
-    thread = threading.Thread(target=coordinate)
-    thread.start()
-    try:
+    with coordinating(coordinator):
         with PsClient(coordinator.access, "worker-0", timeout_s=WAIT_S, watch_s=0.2) as worker:
             worker.create(TableSpec("table", 4))
             worker.use(specs.ssp(2), 1)
             incarnation = worker.map.clients["worker-0"]
             assert {m.JoinClient, m.CreateTable, m.UseConsistency} <= set(coordinator.ignored)
         assert coordinator.planner.map.clients == {"worker-0": incarnation}
-    finally:
-        over.set()
-        thread.join()
-        coordinator.close()
 
 
 def test_the_rows_of_all_buckets_in_another_order_are_put_in_their_places() -> None:

@@ -161,9 +161,9 @@ class Saver:
         self._common_shard_group = ""
         """The shard group that every rank has, as the master said it last; empty if none is."""
         self._write_ended = asyncio.Event()
+        """Set by the last reply to the request that is open."""
         self._alone = False
         """Whether this node stores by itself, whatever a late answer of the master says."""
-        """Set by the last reply to the request that is open."""
         self._written_step = -1
         """Newest step of which this node has written its part to storage; -1 if there is none."""
         self._policy: CheckpointSpec | None = None
