@@ -302,24 +302,62 @@ def in_memory(pods: list[str]) -> list[str]:
     return [p for p in places if p.endswith("dlrover-job-shm") and any(uid in p for uid in pods)]
 
 
-def test_a_state_that_is_too_large_is_a_condition(
+OTHER = "/dev/shm/of-another-program"
+
+
+def memory_of_a_pod(size: str, image: str = "", filled: str = "") -> tuple[Obj, Obj]:
+    """A Pod's volume in memory at /dev/shm, and its mount.
+
+    Args:
+        size: the volume's size.
+        image: the image of a container that fills the volume in part, before the others start.
+        filled: how much of the volume it fills.
+    """
+    small = {"name": "small", "emptyDir": {"medium": "Memory", "sizeLimit": size}}
+    mount = {"name": "small", "mountPath": "/dev/shm"}
+    pod: Obj = {"volumes": [small]}
+    if filled:
+        fill = f"head -c {filled} /dev/zero > {OTHER}"
+        first = {"name": "fill", "image": image, "command": ["sh", "-c", fill]}
+        pod["initContainers"] = [{**first, "volumeMounts": [mount]}]
+    return pod, mount
+
+
+def test_a_state_that_finds_no_room_is_a_condition(
     there: Watched, agent_image: str, tmp_path: Path
 ) -> None:
-    small = {"name": "small", "emptyDir": {"medium": "Memory", "sizeLimit": "2Mi"}}
-    mount = {"name": "small", "mountPath": "/dev/shm"}
-    with saving(
-        there, agent_image, tmp_path, pod={"volumes": [small]}, mounts=[mount], replicas=1
-    ) as its:
+    pod, mount = memory_of_a_pod("4Mi", agent_image, "3M")
+    with saving(there, agent_image, tmp_path, pod=pod, mounts=[mount], replicas=1) as its:
         permit(tmp_path, OPEN)
         its.run.until(lambda: its.run.holds("CheckpointFailing"), "the condition", within_s=240)
         words = its.run.condition("CheckpointFailing")["message"]
         assert "n0: 3 slots of 1 MB need 3 MB more in /dev/shm/" in words
-        assert "which has 2 MB" in words
+        assert "which has 1 MB" in words
         assert "sizeLimit of its volume at /dev/shm" in words
         before = its.at(0)
         until(lambda: its.at(0) > before + 20, "training goes on")
         assert its.run.training.phase is JobPhase.RUNNING
         assert its.run.training.last_checkpoint is None
+
+        its.run.kubectl("exec", "job-n0", "--", "rm", OTHER)
+        its.run.until(lambda: not its.run.holds("CheckpointFailing"), "there is room again")
+        its.run.until(lambda: its.run.training.last_checkpoint, "a checkpoint in memory")
+
+
+def test_a_state_that_never_fits_ends_the_job(
+    there: Watched, agent_image: str, tmp_path: Path
+) -> None:
+    """Nobody trains for days to learn that no checkpoint was ever possible."""
+    pod, mount = memory_of_a_pod("2Mi")
+    with saving(there, agent_image, tmp_path, pod=pod, mounts=[mount], replicas=1) as its:
+        permit(tmp_path, OPEN)
+        its.run.ends("Failed")
+        condition = its.run.condition("Failed")
+        assert condition["reason"] == "NonRetryable"
+        assert (
+            "the state of this worker needs 3 MB of memory (3 slots of 1 MB)"
+            in (condition["message"])
+        )
 
 
 def test_clocks_that_jump_change_nothing(there: Watched, agent_image: str, tmp_path: Path) -> None:
