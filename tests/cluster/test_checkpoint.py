@@ -339,7 +339,7 @@ def test_a_state_that_finds_no_room_is_a_condition(
         assert its.run.training.phase is JobPhase.RUNNING
         assert its.run.training.last_checkpoint is None
 
-        its.run.kubectl("exec", "job-n0", "--", "rm", OTHER)
+        there.cluster.kubectl("exec", "job-n0", "-n", there.namespace, "--", "rm", OTHER)
         its.run.until(lambda: not its.run.holds("CheckpointFailing"), "there is room again")
         its.run.until(lambda: its.run.training.last_checkpoint, "a checkpoint in memory")
 
