@@ -300,7 +300,7 @@ def _number(environ: Mapping[str, str], name: str, kind: type[T]) -> T | None:
         kind: Type of the number: int or float.
 
     Raises:
-        ConfigError: The text is not a number from 0.
+        ConfigError: The text is not a finite number, 0 or larger.
     """
     text = environ.get(name)
     if not text:

@@ -557,15 +557,18 @@ class WriteAttempt:
     # --- Exchange with other nodes ---
 
     def _gather(self, parts: PartsFolder, mine: D, hint: str = "") -> dict[str, D]:
-        """Wait until each writer has written a document as this node has, and return all of them.
+        """Wait until each writer has written its document of the kind of ``mine``.
 
         Args:
             parts: folder of the documents.
             mine: document of this node, which is not read back.
-            hint: advice for the message of a timeout.
+            hint: advice, shown with what the attempt waits for.
+
+        Returns:
+            The documents of all writers, this node's among them, by node.
 
         Raises:
-            WriteCancelledError: the attempt was canceled.
+            WriteCancelledError: the attempt was canceled, also because its time was over.
             SupersededError: another node has failed, or the attempt was removed.
             ValueError: a document is not valid, or has a newer format.
         """

@@ -150,7 +150,7 @@ class Pages:
 
 
 def serve(pages: Pages) -> None:
-    """Serve the dashboard until SIGINT or SIGTERM, and print its link."""
+    """Print the dashboard's link, and serve it until SIGINT or SIGTERM, in the main thread."""
     click.echo(f"the dashboard is at {pages.link}")
     click.echo("it shows the jobs for as long as this command runs; end it with Ctrl-C", err=True)
 

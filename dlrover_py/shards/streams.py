@@ -113,10 +113,10 @@ class StreamRanges:
         return news
 
     def end_if_complete(self) -> bool:
-        """Note the end of the stream, if it has ended and nothing is left or leased.
+        """Mark the stream as complete, if its source has ended and no range is left or leased.
 
         Returns:
-            Whether it is over since this call.
+            Whether this call has marked it: true once for each stream.
         """
         left = (number for number in self._ready if self._next_of(number) is not None)
         if self.over or not self._stream.ended or next(left, None) is not None:

@@ -21,7 +21,14 @@ def rank_and_world() -> tuple[int, int] | None:
 
 
 def gather(value: Any, world: int) -> list[Any]:
-    """Return the value of each rank. This is collective; a single rank does not communicate."""
+    """Return on every rank the values of all ranks, by rank.
+
+    All ranks must call it (it is collective), unless ``world`` is 1.
+
+    Args:
+        value: The value of this rank, which can be pickled.
+        world: The number of ranks.
+    """
     values: list[Any] = [value] * world
     if world > 1:
         dist.all_gather_object(values, value)

@@ -659,10 +659,13 @@ class Replicator:
             yield
 
     def _throttle(self, nbytes: int) -> None:
-        """Wait as the bandwidth requires, in the thread that copies; stop if the agent ends.
+        """Wait until the bandwidth limit allows that many bytes. It blocks the calling thread.
+
+        Args:
+            nbytes: The size of the next part of the copy.
 
         Raises:
-            _NotYetError: The agent is ending.
+            _NotYetError: The agent is ending, so the copy must stop.
         """
         wait_s = self._bucket.take(nbytes, time.monotonic())
         if wait_s:

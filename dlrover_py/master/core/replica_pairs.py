@@ -16,16 +16,16 @@ def peers(
 ) -> dict[NodeId, NodeId]:
     """Choose the node whose memory each member replicates; each memory is replicated once.
 
-    As few pairs as possible share a host, and most existing pairs stay: a new pair costs the
-    transfer of a complete copy. Nothing is sent here.
+    The two nodes of a pair share a host, then a rack, then a zone, as rarely as possible. Existing
+    pairs stay where that allows it, because a new pair costs the transfer of a complete copy.
 
     Args:
         members: Node and topology (zone, rack, host: the outermost first), in the order of ranks.
-        old: The pairs so far.
+        old: The pairs so far, as they were returned. Their nodes may be gone.
 
     Returns:
-        The node whose memory is replicated, by the node that keeps the replica. Empty if there are
-        fewer than two members.
+        For each node that keeps a replica, the node whose memory that is. Empty if there are fewer
+        than two members.
     """
     if len(members) < 2:
         return {}

@@ -202,12 +202,12 @@ class Reports:
             self.log.record(EventReason.NODE_JOINED, f"node {node_id} joined", node=node_id)
 
     def _adopt_newer_term(self, report: AgentReport) -> None:
-        """Skip to a higher term and round if an agent knows higher numbers than the journal held.
+        """Continue with higher numbers, if an agent knows a higher term or round than this master.
 
-        The journal was lost or is old then. Only the master that holds the journal's lock gets
-        here, so no other master is overtaken. An event is recorded. The current round and all
-        assignments are dropped, and all nodes get new assignments. A higher number of checks only
-        drops the running checks. Nothing happens if no number is higher.
+        In that case the journal was lost, or is old. The numbers are safe to take: only one master
+        at a time holds the journal's lock. The current round ends, all nodes get new assignments,
+        and an event is recorded. If only the agent's number of network checks is higher, that
+        number is taken and the running network checks end; the round goes on.
         """
         if report.checks > self.live.health.number:  # else the agent would not take up the next one
             self.live.health.adopt_number(report.checks)

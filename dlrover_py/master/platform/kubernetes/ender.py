@@ -129,17 +129,16 @@ class PodEnder:
     async def delete_node(self, node: NodeId, grace_s: float) -> None:
         """Wait until the Pod of a node ends by itself, and delete the Pod if it does not.
 
-        The master has ordered the agent to stop; this method sends no signal during the wait. A Pod
-        that ends by itself within the grace stays for its log. The other containers of a Pod whose
-        agent has ended are ended later. Nothing is deleted if the ElasticJob was deleted without
-        its Pods, or if the Pod already has to end and ``grace_s`` is not 0. If the node has no Pod,
-        the core gets the event that the node has ended. A server is ordered to leave by the
-        deletion of its Pod, which is not preceded by a wait.
+        It is called after the agent was ordered to stop, and sends no signal during the wait. A Pod
+        that ends by itself is kept, so that its log can be read; :meth:`ensure_end` ends its other
+        containers. A Pod that no host runs is deleted at once. So is that of a parameter server,
+        whose process gets the grace after the deletion. Nothing is deleted if the user has deleted
+        the ElasticJob and kept its Pods. If the node has no Pod, the core is told that it ended.
 
         Args:
             node: Id of the node.
-            grace_s: Seconds that the agent has; 0 for an end after 2 s, in which the kubelet can
-                report an end of the agent. A Pod without a host is deleted without a wait.
+            grace_s: Seconds that the agent has to end. 0 if the agent is lost: after a short wait
+                for news of its end, its Pod is deleted, also one that is being deleted already.
 
         Raises:
             TransientError: The API server does not answer, or refuses. The caller calls again.
