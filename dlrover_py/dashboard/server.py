@@ -229,6 +229,8 @@ class SectionWatch:
                 if not isinstance(error, DLRoverError):
                     log.exception("page_failed")
                 self._page, self.sections, news = None, {}, {"head": str(error)}
+                # Who asks for a section now gets an error in its place, so all are told again.
+                self._digests = {"head": self._digests.get("head", "")}
             changed = self._changed(news)
             for queue in self._queues if changed else ():
                 queue.put_nowait((changed, self.revision))
