@@ -52,6 +52,10 @@ RETRY = Backoff(first_s=0.2, most_s=1.0)
 """Pauses between them."""
 IDLE_CPU = 0.02
 """The workers of a node are idle if they use fewer cores than this together."""
+IDLE_IO = 1e6
+"""They are not idle if they read and write more bytes a second than this."""
+_IO_FIELDS = (b"rchar", b"wchar", b"read_bytes", b"write_bytes")
+"""Fields of /proc/PID/io: bytes of calls, and of devices."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -92,16 +96,17 @@ class ProcessFacts:
 
 @dataclass(slots=True)
 class IdleClock:
-    """For how long the workers of this node have used no CPU time worth mentioning."""
+    """For how long the workers of this node have used no CPU time, and read and written nothing."""
 
     _clock: Callable[[], float] = time.monotonic
     _cpu_s: float = 0.0
+    _bytes: int = 0
     _at: float = 0.0
     _since: float = 0.0
     _pids: tuple[int, ...] = ()
 
     def seconds(self, pids: Sequence[int]) -> float:
-        """Return the seconds for which the workers are idle; reads one file for each worker.
+        """Return the seconds for which the workers are idle; reads two files for each worker.
 
         Args:
             pids: Process ids of the workers; 0 for one that has ended.
@@ -112,10 +117,13 @@ class IdleClock:
             self._pids, self._since = (), now
             return 0.0
         if alive != self._pids or now - self._at >= 0.5:
-            cpu_s = sum(cpu_time(pid) for pid in alive)
-            if alive != self._pids or cpu_s - self._cpu_s > IDLE_CPU * (now - self._at):
+            cpu_s, moved = sum(map(cpu_time, alive)), sum(map(io_bytes, alive))
+            passed_s = now - self._at
+            idle = cpu_s - self._cpu_s <= IDLE_CPU * passed_s
+            idle &= moved - self._bytes <= IDLE_IO * passed_s
+            if alive != self._pids or not idle:
                 self._since = now
-            self._cpu_s, self._at, self._pids = cpu_s, now, alive
+            self._cpu_s, self._bytes, self._at, self._pids = cpu_s, moved, now, alive
         return max(0.0, now - self._since)
 
 
@@ -199,18 +207,17 @@ class SnapshotTaker:
         processes = [worker.process for worker in workers]
         not_started = [worker.not_started for worker in workers]
         pids = [process.pid for process in processes if process is not None]
-        before = await self._in_thread(lambda: _cpu_times(pids), FILES_S, {})
-        began = asyncio.get_running_loop().time()
-        answers, _ = await asyncio.gather(
-            asyncio.gather(
-                *(
-                    self._ask(local_rank) if process is not None else _nothing()
-                    for local_rank, process in enumerate(processes)
-                )
-            ),
-            asyncio.sleep(SAMPLE_S),
+        answers = await asyncio.gather(
+            *(
+                self._ask(local_rank) if process is not None else _nothing()
+                for local_rank, process in enumerate(processes)
+            )
         )
-        after = await self._in_thread(lambda: _cpu_times(pids), FILES_S, {})
+        # Not at the same time: an answer may need modules, which the probe reads and imports.
+        before = await self._in_thread(lambda: _usage(pids), FILES_S, {})
+        began = asyncio.get_running_loop().time()
+        await asyncio.sleep(SAMPLE_S)
+        after = await self._in_thread(lambda: _usage(pids), FILES_S, {})
         elapsed = asyncio.get_running_loop().time() - began
         facts = await self._in_thread(
             lambda: {pid: process_facts(pid) for pid in pids}, FILES_S, {}
@@ -242,9 +249,14 @@ class SnapshotTaker:
             fields = {"recorded": False, **answer}
             if not fields.get("stack"):
                 fields |= spied.get(pid, {})
-            used = max(0.0, after.get(pid, 0.0) - before.get(pid, after.get(pid, 0.0)))
+            now = after.get(pid, (0.0, 0))
+            cpu_s, io_bytes = (
+                max(0.0, late - early)
+                for early, late in zip(before.get(pid, now), now, strict=True)
+            )
             seen = facts.get(pid)
-            fields |= {"rank": rank, "local_rank": local_rank, "pid": pid, "cpu": used / elapsed}
+            fields |= {"rank": rank, "local_rank": local_rank, "pid": pid}
+            fields |= {"cpu": cpu_s / elapsed, "io_bytes_per_s": io_bytes / elapsed}
             if seen is not None:
                 fields |= {"state": seen.state, "wchan": seen.wchan, "kernel": seen.kernel}
             found.append(_checked(fields))
@@ -280,7 +292,7 @@ def _checked(fields: dict[str, Any]) -> WorkerSnapshot:
     try:
         return WorkerSnapshot.model_validate(fields)
     except ValidationError:
-        own = ("rank", "local_rank", "pid", "cpu", "state", "wchan", "kernel")
+        own = ("rank", "local_rank", "pid", "cpu", "io_bytes_per_s", "state", "wchan", "kernel")
         kept = {name: fields[name] for name in own if name in fields}
         return WorkerSnapshot(**kept, remarks=["its probe's answer is malformed"])
 
@@ -297,11 +309,26 @@ def cpu_time(pid: int) -> float:
     return 0.0
 
 
-def _cpu_times(pids: Iterable[int]) -> dict[int, float]:
-    """Return the CPU time of each worker together with its children, which load its data."""
-    return {
-        pid: cpu_time(pid) + sum(cpu_time(child.pid) for child in children(pid)) for pid in pids
-    }
+def io_bytes(pid: int) -> int:
+    """Return what a process has read and written so far; 0 if it has ended, or is of another user.
+
+    A call that takes long counts when it ends. What it moves between memory and devices, or servers
+    of files, counts at once.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        with open(f"/proc/{pid}/io", "rb") as file:
+            fields = dict(line.split(b":") for line in file.read().splitlines())
+        return sum(int(fields[name]) for name in _IO_FIELDS if name in fields)
+    return 0
+
+
+def _usage(pids: Iterable[int]) -> dict[int, tuple[float, int]]:
+    """Return CPU time and moved bytes of each worker with its children, which load its data."""
+    found = {}
+    for pid in pids:
+        family = [pid, *(child.pid for child in children(pid))]
+        found[pid] = (sum(map(cpu_time, family)), sum(map(io_bytes, family)))
+    return found
 
 
 def process_facts(pid: int) -> ProcessFacts | None:

@@ -49,8 +49,10 @@ class Collective(Wire):
 
     group: Short
     """Name of the process group."""
+    backend: Short = ""
+    """The backend that runs it, such as ``gloo``. A group has one for each kind of device."""
     seq: Counted
-    """Number of the collective in its group: equal numbers belong together."""
+    """Number of the collective in its group and backend: equal numbers belong together."""
     op: Short
     """Name of the operation, such as ``all_reduce``."""
     shape: Short = ""
@@ -83,6 +85,8 @@ class WorkerSnapshot(Wire):
     """Its kernel stack, where this may be read."""
     cpu: Annotated[float, Field(ge=0)] = 0.0
     """CPU time of it and its child processes while the snapshot was taken, in cores."""
+    io_bytes_per_s: Annotated[float, Field(ge=0)] = 0.0
+    """What it and its child processes read and wrote at that time, in files and devices."""
     stack: list[Frame] = Field(default_factory=list, max_length=MAX_FRAMES)
     """Python stack of its main thread, the innermost call first."""
     threads: list[ThreadStack] = Field(default_factory=list, max_length=MAX_THREADS)

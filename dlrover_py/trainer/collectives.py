@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dlrover_py.protocol.errors import CheckpointError
+from dlrover_py.trainer import torch_compat
 
 T = TypeVar("T")
 
@@ -51,10 +52,10 @@ def total(values: Sequence[float], world: int) -> list[float]:
 
 
 def _device_of_group() -> torch.device:
-    """Return where the backend of the default group needs its tensors."""
-    backend = str(dist.get_backend())
-    on_host = any(name in backend for name in ("gloo", "mpi", "ucc"))
-    return torch.device("cpu") if on_host else torch.device(torch.accelerator.current_accelerator())
+    """Return where the default group takes tensors: on the CPU, if it can."""
+    # Not by the name of its backend: without one, torch chooses a backend for each device.
+    devices = torch_compat.devices_of_group()
+    return next((device for device in devices if device.type == "cpu"), devices[0])
 
 
 _recent_works: deque[Any] = deque(maxlen=64)

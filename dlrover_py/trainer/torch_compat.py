@@ -37,6 +37,8 @@ name or behavior of torch                   what it is used for
 ``_dump_fr_trace_json``,                    :func:`flight_records`
 ``_dump_nccl_trace_json``
 ``distributed_c10d._world``                 the ranks and the names of its process groups
+``distributed_c10d._get_default_group``,    the devices of the default process group
+``ProcessGroup._device_types``
 ``checkpoint.planner_helpers``,             cuts chunks out of other chunks, as DCP does
 ``create_read_items_for_chunk_list``
 ``_StorageInfo``, ``_get_layout``,          what DCP's ``.metadata`` may contain
@@ -420,46 +422,70 @@ def read_metadata(document: bytes) -> "Metadata":
 FLIGHT_RECORDS = 64
 """Most collectives that :func:`flight_records` returns."""
 FLIGHT_RECORDS_OF_GROUP = 16
-"""Most collectives of one process group among them."""
+"""Most collectives of one process group and backend among them."""
+FLIGHT_RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+"""Functions of torch that return the document of a flight recorder."""
+
+
+def devices_of_group() -> list[torch.device]:
+    """Return the kinds of devices whose tensors the default process group takes."""
+    return list(dist.distributed_c10d._get_default_group()._device_types)
 
 
 def flight_records() -> list[dict[str, Any]]:
     """Return the newest collectives of this process, the oldest first.
 
-    They are read from the flight recorder of torch, which records gloo and NCCL. A collective that
-    hangs has not been *retired*; its ``state`` says nothing with gloo. Point-to-point operations
-    are left out. Each collective has the fields of a ``protocol.diagnosis.Collective``.
+    They are read from the flight recorders of torch: one for NCCL, and since torch 2.8 one for
+    gloo. A collective that hangs has not been *retired*; its ``state`` says nothing with gloo.
+    Point-to-point operations are left out. Each collective has the fields of a
+    ``protocol.diagnosis.Collective``.
 
     Raises:
         AttributeError: This version of torch has no flight recorder.
         ValueError: Its document is not understood.
     """
     source = torch._C._distributed_c10d
-    entries = json_text.decoded(source._dump_fr_trace_json()).get("entries", [])
-    if not entries and hasattr(source, "_dump_nccl_trace_json"):
-        entries = json_text.decoded(source._dump_nccl_trace_json()).get("entries", [])
-    members = _group_members()
-    now = time.time_ns()
+    dumps = [getattr(source, name) for name in FLIGHT_RECORDERS if hasattr(source, name)]
+    if not dumps:
+        raise AttributeError("this version of torch has no flight recorder")
+    # Both have entries if a script uses NCCL and this library votes with gloo.
+    entries = [entry for dump in dumps for entry in json_text.decoded(dump()).get("entries", [])]
+    return newest_collectives(entries, _group_members(), time.time_ns())
+
+
+def newest_collectives(
+    entries: Sequence[dict[str, Any]], members: dict[str, list[int]], now_ns: int
+) -> list[dict[str, Any]]:
+    """Return the newest collectives among the entries of flight recorders, the oldest first.
+
+    Args:
+        entries: The entries of all recorders of this process.
+        members: Global ranks of the groups that do not have all ranks, by name.
+        now_ns: Unix time in nanoseconds.
+    """
     found: list[dict[str, Any]] = []
-    counts: dict[str, int] = {}
-    for entry in reversed(entries):
+    counts: dict[tuple[str, str], int] = {}
+    for entry in sorted(entries, key=lambda entry: int(entry["time_created_ns"]), reverse=True):
         name = str(entry["process_group"][0])
+        backend, _, op = str(entry["profiling_name"]).rpartition(":")
         if entry.get("is_p2p") or len(found) >= FLIGHT_RECORDS:
             continue
-        counts[name] = counts.get(name, 0) + 1
+        place = (backend, name)
+        counts[place] = counts.get(place, 0) + 1
         opened = not entry.get("retired", True)
-        if counts[name] > FLIGHT_RECORDS_OF_GROUP and not opened:
+        if counts[place] > FLIGHT_RECORDS_OF_GROUP and not opened:
             continue
         sizes = "x".join(str(size) for size in entry.get("input_sizes") or [])
         types = ", ".join(entry.get("input_dtypes") or [])
         found.append(
             {
                 "group": name,
+                "backend": backend,
                 "seq": int(entry["collective_seq_id"]),
-                "op": str(entry["profiling_name"]).rpartition(":")[2],
+                "op": op,
                 "shape": f"{types} {sizes}".strip(),
                 "open": opened,
-                "age_s": max(0.0, (now - int(entry["time_created_ns"])) / 1e9),
+                "age_s": max(0.0, (now_ns - int(entry["time_created_ns"])) / 1e9),
                 "ranks": members.get(name, []),
             }
         )

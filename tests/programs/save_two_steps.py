@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from dlrover_py.trainer import Checkpointer
 
-dist.init_process_group("gloo")
+dist.init_process_group()  # as many scripts do: torch chooses a backend for each device
 state = {"w": torch.zeros(3)}
 checkpointer = Checkpointer("store", every=1, persist_every=1)
 begin = checkpointer.load(state) or 0

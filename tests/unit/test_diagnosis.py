@@ -15,6 +15,7 @@ from dlrover_py.protocol.reasons import ConditionType, EventReason
 from tests.builders import Bench, elastic_job, job_file, running
 
 LOCK = [Frame(function="update", file="/job/model.py", line=12)]
+SAVE = [Frame(function="save", file="/site-packages/torch/serialization.py", line=1)]
 SHORT_S, FIRST_S = 20, 100
 
 
@@ -57,14 +58,16 @@ class Train:
             self.bench.pass_time(1.0)
         raise AssertionError(f"no snapshot within {most_s} s")
 
-    def answer(self, guilty: str = "n1", **fields: Any) -> Step:
+    def answer(self, guilty: str = "n1", *, age_s: float = 1e4, **fields: Any) -> Step:
         """Send the snapshots of all nodes: all ranks but that of one node wait."""
         out = Step()
         number = self.bench.job.state.snapshots
         for agent in self.bench.living():
             rank = self.bench.members.index(agent.node)
             waits = agent.node != guilty
-            record = Collective(group="0", seq=9 if waits else 8, op="all_reduce", open=waits)
+            record = Collective(
+                group="0", seq=9 if waits else 8, op="all_reduce", open=waits, age_s=age_s
+            )
             worker = WorkerSnapshot(
                 **{"rank": rank, "local_rank": 0, "pid": 7, "state": "S", "stack": LOCK,
                    "collectives": [record], "recorded": True, **({} if waits else fields)}
@@ -194,8 +197,62 @@ def test_a_script_without_steps_is_watched_only_if_a_time_is_set() -> None:
     other = Train()
     for agent in other.bench.living():
         other.bench.say(agent, agent.report().model_copy(update={"idle_s": 9999.0}))
-    other.bench.pass_time(FIRST_S * 3)
+    other.bench.pass_time(FIRST_S - 1)
     assert not other.bench.job.state.snapshots
+
+
+@pytest.mark.parametrize("age_s", [0.3, 1e4])
+def test_before_any_step_a_collective_that_stays_open_is_told_and_nothing_is_done(
+    age_s: float,
+) -> None:
+    """A script may report no steps at all, or rank 0 may have to get the data first."""
+    train = Train(spec(hang="act"))
+    assert train.until_asked(FIRST_S + 3) >= FIRST_S - 2
+    train.answer(age_s=age_s)
+    told = EventReason.HANG in train.bench.reasons()
+    assert told == (age_s > FIRST_S)
+    assert train.bench.job.state.pending_round is None
+    train.go(1)
+    assert (train.bench.reasons()[-1] == EventReason.HANG_OVER) == told
+
+
+def test_before_any_step_ranks_without_collectives_may_do_anything() -> None:
+    train = Train()
+    train.until_asked(FIRST_S + 3)
+    for agent in train.bench.living():
+        waits = WorkerSnapshot(rank=0, local_rank=0, pid=7, state="S", stack=LOCK, recorded=True)
+        snapshot = NodeSnapshot(
+            boot_id=agent.boot, number=train.snapshots(), round=agent.follows, workers=[waits]
+        )
+        train.bench.step(SnapshotArrived(agent.node, snapshot))
+    assert EventReason.HANG not in train.bench.reasons()
+
+
+def test_a_rank_that_waits_for_storage_is_not_restarted_before_a_first_step_could_be_made() -> None:
+    """After the restart it would wait for the same storage again."""
+    train = Train(spec(hang="act"))
+    train.go()
+    train.until_asked(SHORT_S + 3)
+    train.answer(stack=SAVE)
+    assert train.bench.reasons()[-1] == EventReason.HANG
+    number, since = train.bench.job.state.round, train.bench.now
+    while train.bench.job.state.round == number:
+        train.bench.pass_time(1.0)
+        if train.number():
+            train.answer(stack=SAVE)
+        assert train.bench.now < 4 * FIRST_S
+    assert train.bench.now - since > FIRST_S - SHORT_S
+
+
+def test_after_an_outage_the_next_hang_is_found_as_soon_as_before() -> None:
+    train = Train()
+    train.go()
+    for _ in range(2):
+        train.until_asked(SHORT_S + 3)
+        train.answer()
+        train.bench.pass_time(60.0)
+        train.go(5)
+        assert train.bench.reasons()[-1] == EventReason.HANG_OVER
 
 
 def test_a_standstill_of_the_master_is_no_hang() -> None:

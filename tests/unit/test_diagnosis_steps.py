@@ -66,6 +66,16 @@ def test_a_later_round_knows_the_usual_step_but_not_how_long_its_first_one_takes
     assert made.bound_s == LONGEST * 400.0, "a first step took 400 s before"
 
 
+def test_one_outage_hides_no_later_hang_and_a_pause_that_comes_again_is_usual() -> None:
+    made = trained([1.0] * 10)
+    bound = made.bound_s
+    outage = made.moved_at + 1800.0
+    made.saw(100, None, outage, hung=True)
+    assert made.bound_s == bound
+    made.saw(101, None, outage + 300.0, hung=True)
+    assert made.bound_s == LONGEST * 300.0, "an evaluation that came once more"
+
+
 def test_after_the_last_step_there_is_time_for_what_ends_a_training() -> None:
     made = trained([1.0] * 10)
     made.saw(20, 20, 30.0)

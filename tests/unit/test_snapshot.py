@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dlrover_agent.channels.probe_socket import ProbeServer
-from dlrover_agent.snapshot import IdleClock, SnapshotTaker, process_facts, read_spied
+from dlrover_agent.snapshot import IdleClock, SnapshotTaker, io_bytes, process_facts, read_spied
 from dlrover_py.cli.runs import bundles
 from dlrover_py.master.core.events import EvidenceKept, KeepEvidence
 from dlrover_py.master.evidence import MAX_BUNDLES, EvidenceStore
@@ -164,6 +164,20 @@ def test_a_process_that_uses_its_cpu_is_not_idle() -> None:
     now[0] += 1.0
     assert clock.seconds(pids) == 0.0
     assert clock.seconds([]) == 0.0
+
+
+def test_a_process_that_reads_or_writes_is_not_idle(tmp_path: Path) -> None:
+    now = [100.0]
+    clock, before = IdleClock(lambda: now[0]), io_bytes(os.getpid())
+    pids = [os.getpid()]
+    assert clock.seconds(pids) == 0.0
+    (tmp_path / "saved").write_bytes(bytes(4_000_000))
+    assert io_bytes(os.getpid()) - before >= 4_000_000
+    assert io_bytes(2**22 + 1) == 0
+    now[0] += 2.0
+    assert clock.seconds(pids) == 0.0
+    now[0] += 1000.0
+    assert clock.seconds(pids) == 1000.0
 
 
 def test_the_kernel_knows_the_state_of_a_process() -> None:

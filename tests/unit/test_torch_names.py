@@ -1,12 +1,14 @@
-"""Private names of torch are used in one module of the trainer."""
+"""Private names of torch are used in one module of the trainer, which reads what torch records."""
 
 import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from dlrover_py.protocol.diagnosis import Collective
 from dlrover_py.trainer import torch_compat
 
 FOLDER = Path(torch_compat.__file__).parent
@@ -99,3 +101,33 @@ def test_each_private_name_is_in_the_table_of_the_module() -> None:
     source = MODULES[COMPAT]
     names = {name.strip(".").rpartition(".")[2] for name in private(source, own_names())}
     assert {name for name in names if name not in table} == set()
+
+
+def entry(operation: str, seq: int, at_ns: int, **fields: Any) -> dict[str, Any]:
+    """An entry of a flight recorder of torch, of the group of all ranks."""
+    return {
+        "process_group": ["0", "default_pg"],
+        "profiling_name": operation,
+        "collective_seq_id": seq,
+        "time_created_ns": at_ns,
+        "input_sizes": [[3, 4]],
+        "input_dtypes": ["Float"],
+        "retired": True,
+        **fields,
+    }
+
+
+def test_the_collectives_of_both_flight_recorders_are_found() -> None:
+    """The votes of a checkpoint use gloo beside the NCCL of the training, in the same group."""
+    gloo = [entry("gloo:all_reduce", seq, seq * 10**9) for seq in range(1, 4)]
+    nccl = [entry("nccl:all_reduce", seq, (seq + 1) * 10**9) for seq in range(1, 30)]
+    nccl.append(entry("nccl:all_reduce", 30, 31 * 10**9, retired=False))
+    sent = entry("nccl:send", 0, 5, is_p2p=True)
+    found = torch_compat.newest_collectives([*gloo, *nccl, sent], {"0": [0, 2]}, 40 * 10**9)
+    kept = [(one["backend"], one["seq"]) for one in found]
+    assert kept[-1] == ("nccl", 30)
+    assert ("gloo", 3) in kept
+    assert len(kept) == 3 + torch_compat.FLIGHT_RECORDS_OF_GROUP
+    newest = Collective.model_validate(found[-1])
+    assert (newest.open, newest.age_s, newest.ranks) == (True, 9.0, [0, 2])
+    assert (newest.op, newest.shape) == ("all_reduce", "Float [3, 4]")

@@ -37,16 +37,29 @@ SAVE = [
 ]
 
 
-def worker(rank: int, seqs: str = "", **fields: Any) -> WorkerSnapshot:
-    """A worker whose collectives are like ``4 5*`` (5 is open) or ``5*@tp`` (of the group tp)."""
+def worker(
+    rank: int, seqs: str = "", *, age_s: float = 41.0, shape: str = "", op: str = "", **fields: Any
+) -> WorkerSnapshot:
+    """A worker whose collectives are like ``4 5*`` (5 is open) or ``5*@tp`` (of the group tp).
+
+    ``5*/nccl`` is of the backend NCCL.
+    """
     found = []
     for word in seqs.split():
+        word, _, backend = word.partition("/")
         seq, _, group = word.partition("@")
-        number = seq.rstrip("*!")
-        op = "broadcast" if "!" in seq else "all_reduce"
         ranks = {"a": [0, 1], "b": [1, 2], "tp": [0, 1]}.get(group, [])
         found.append(
-            Collective(group=group or "0", seq=int(number), op=op, open="*" in seq, ranks=ranks)
+            Collective(
+                group=group or "0",
+                backend=backend,
+                seq=int(seq.rstrip("*!")),
+                op=op or ("broadcast" if "!" in seq else "all_reduce"),
+                shape=shape,
+                open="*" in seq,
+                age_s=age_s,
+                ranks=ranks,
+            )
         )
     given = {"pid": 100 + rank, "state": "S", "recorded": True, "stack": ALL_REDUCE, **fields}
     return WorkerSnapshot(rank=rank, local_rank=0, collectives=found, **given)
@@ -118,6 +131,40 @@ def test_different_collectives_of_one_number_are_a_mismatch_of_the_few() -> None
     found = verdict(worker(0, "4*"), worker(1, "4*!"), worker(2, "4*"))
     assert (found.kind, found.ranks, found.sure) == (HangKind.MISMATCH, [1], True)
     assert "rank 1 (node n1) calls broadcast as collective 4" in found.message
+
+
+@pytest.mark.parametrize("op", ["all_to_all", "scatter", "gather", "all_gather"])
+def test_shapes_that_may_differ_by_rank_are_no_mismatch(op: str) -> None:
+    """The experts of a mixture get different numbers of tokens; a source alone has an input."""
+    shapes = ["Float 100x8", "Float 90x8", "Float 80x8"]
+    waiting = [worker(rank, "4*", op=op, shape=shape) for rank, shape in enumerate(shapes)]
+    found = verdict(*waiting, worker(3, "3", stack=LOADER))
+    assert (found.kind, found.ranks, found.cause) == (HangKind.NOT_ENTERED, [3], Cause.DATA)
+    summed = [worker(rank, "4*", shape=shape) for rank, shape in enumerate(shapes)]
+    assert verdict(*summed).kind is HangKind.MISMATCH
+
+
+def test_an_evaluation_with_collectives_of_its_own_does_not_hang_yet() -> None:
+    found = verdict(worker(0, "50*", age_s=0.3), worker(1, "49", stack=LOADER))
+    assert (found.busy, found.sure) == (True, False)
+    assert found.message.endswith("no rank has waited there for longer than 0.3 s")
+    old = verdict(worker(0, "50*", age_s=25.0), worker(1, "49", stack=LOADER))
+    assert (old.busy, old.sure) == (False, True)
+
+
+def test_collectives_of_two_backends_of_one_group_are_two_sequences() -> None:
+    """Scripts train with NCCL while a checkpoint's votes use gloo, in the same group."""
+    waiting = [worker(rank, "9/gloo 1204*/nccl") for rank in range(3)]
+    found = verdict(*waiting, worker(3, "9/gloo 1203/nccl", stack=LOCK))
+    assert (found.kind, found.ranks) == (HangKind.NOT_ENTERED, [3])
+    spinning = [worker(rank, "1204/gloo 9*/nccl", cpu=1.0) for rank in range(3)]
+    assert verdict(*spinning, worker(3, "1204/gloo 8/nccl")).ranks == [3]
+
+
+def test_a_rank_that_reads_or_writes_may_only_be_slow() -> None:
+    found = verdict(worker(0, "4*"), worker(1, "3", stack=SAVE, io_bytes_per_s=4e6))
+    assert (found.busy, found.sure, found.cause) == (True, False, Cause.STORAGE)
+    assert found.message.endswith("storage, and it reads or writes")
 
 
 def test_two_ranks_in_different_collectives_name_neither() -> None:
@@ -206,6 +253,7 @@ def test_a_verdict_never_fails(data: st.DataObject) -> None:
         worker(
             rank,
             " ".join(data.draw(st.lists(words, max_size=5))),
+            age_s=data.draw(st.sampled_from([0.1, 41.0])),
             state=data.draw(st.sampled_from(["S", "R", "D", "T", ""])),
             pid=data.draw(st.sampled_from([0, 7])),
             cpu=data.draw(st.sampled_from([0.0, 0.9])),

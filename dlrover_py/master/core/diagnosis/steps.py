@@ -11,6 +11,9 @@ TYPICAL = 5.0
 LONGEST = 2.0
 """The bound is at least this many times the longest gap of the job: an evaluation or a checkpoint
 that came once may come again."""
+AGAIN = 2.0
+"""A gap in which the job hung comes again if the next such gap is shorter than this many times the
+first one."""
 FEWEST_GAPS = 3
 """Number of gaps after which the usual gap is known."""
 
@@ -34,9 +37,11 @@ class StepClock:
     moved_at: float = 0.0
     """Time of the newest step, or else of the begin of the round."""
     longest_s: float = 0.0
-    """Longest gap of the job."""
+    """Longest gap of the job, without hangs."""
     longest_first_s: float = 0.0
     """Longest time from the begin of a round to its first step."""
+    _hung_s: float = 0.0
+    """The newest gap in which the job was found to hang."""
     _gaps: deque[float] = field(default_factory=lambda: deque(maxlen=GAPS_KEPT))
 
     def begin(self, now: float) -> None:
@@ -47,22 +52,29 @@ class StepClock:
         """Leave out a time in which the master itself stood still."""
         self.moved_at += seconds
 
-    def saw(self, step: int, total: int | None, now: float) -> bool:
+    def saw(self, step: int, total: int | None, now: float, *, hung: bool = False) -> bool:
         """Take in a reported step; return whether it is higher than all before in this round.
 
         Args:
             step: The number of finished steps.
             total: The number of all steps, if it is known.
             now: Monotonic time.
+            hung: Whether the job was found to hang before this step. The longest gap then stays:
+                one outage must not hide all later hangs. If such a gap comes again, it is usual.
         """
         self.total = total
         if self.step is not None and step <= self.step:
             return False
         gap = max(0.0, now - self.moved_at)
-        if self.step is None:
-            self.longest_first_s = max(self.longest_first_s, gap)
-        else:
+        first = self.step is None
+        counts = not hung or gap < AGAIN * self._hung_s
+        if hung:
+            self._hung_s = gap
+        if not first:
             self._gaps.append(gap)
+        if counts and first:
+            self.longest_first_s = max(self.longest_first_s, gap)
+        elif counts:
             self.longest_s = max(self.longest_s, gap)
         self.step, self.moved_at = step, now
         return True

@@ -16,6 +16,16 @@ from dlrover_py.protocol.words import counted
 BUSY_CPU = 0.05
 """A worker that uses this many cores is busy: it may be slow instead of hung. On a machine with too
 many processes, a busy one gets a small part of a core only."""
+BUSY_IO = 1e6
+"""So is a worker that reads and writes this many bytes a second, as in a save to slow storage."""
+SAME_SHAPE = frozenset(
+    {"all_reduce", "broadcast", "reduce", "_all_gather_base", "_reduce_scatter_base"}
+)
+"""Operations for which all ranks must give inputs of one shape. For others, such as ``all_to_all``
+and ``scatter``, each rank may give another one."""
+STANDS = 0.5
+"""A collective that has been open for a smaller part of the time without a step does not hang yet:
+the job may be in an evaluation that has collectives of its own."""
 MOST_RANKS = 64
 """Most guilty ranks that a verdict lists."""
 
@@ -48,7 +58,10 @@ class _Group:
     behind: tuple[int, ...]
     """Members that have not entered a collective of this number."""
     odd: Mapping[tuple[str, str], tuple[int, ...]]
-    """Ranks by the operation and the shape of their collective of this number."""
+    """Ranks by the operation of their collective of this number, and by its shape where all must
+    have the same."""
+    age_s: float
+    """Seconds since the first of them has entered it."""
 
 
 def judge(workers: Sequence[WorkerSnapshot], known: Standstill) -> HangVerdict | None:
@@ -60,10 +73,24 @@ def judge(workers: Sequence[WorkerSnapshot], known: Standstill) -> HangVerdict |
     """
     by_rank = {worker.rank: worker for worker in workers}
     groups = _groups(by_rank, known)
-    waiting = {rank for group in groups for rank in group.waiting}
     frozen = [r for r, w in sorted(by_rank.items()) if w.state in ("T", "t")]
     if frozen:
         return _frozen(frozen, groups, by_rank, known)
+    found = _of_collectives(groups, by_rank, known)
+    if found is None:
+        return _without_collectives(by_rank, known)
+    age_s = max(group.age_s for group in groups)
+    if age_s >= STANDS * known.still_s or found.kind is HangKind.ENDED:
+        return found
+    message = f"{found.message}; no rank has waited there for longer than {age_s:.1f} s"
+    return found.model_copy(update={"sure": False, "busy": True, "message": message})
+
+
+def _of_collectives(
+    groups: Sequence[_Group], by_rank: Mapping[int, WorkerSnapshot], known: Standstill
+) -> HangVerdict | None:
+    """Return what the open collectives say; None if no rank waits in one."""
+    waiting = {rank for group in groups for rank in group.waiting}
     mixed = next((group for group in groups if len(group.odd) > 1), None)
     if mixed is not None:
         return _mismatch(mixed, by_rank, known)
@@ -78,7 +105,7 @@ def judge(workers: Sequence[WorkerSnapshot], known: Standstill) -> HangVerdict |
         return _wait_for_each_other(groups, by_rank, known)
     if groups:
         return _no_progress(groups[0], by_rank, known)
-    return _without_collectives(by_rank, known)
+    return None
 
 
 def _groups(by_rank: Mapping[int, WorkerSnapshot], known: Standstill) -> list[_Group]:
@@ -91,12 +118,12 @@ def _groups(by_rank: Mapping[int, WorkerSnapshot], known: Standstill) -> list[_G
         by_rank: The snapshot of each rank.
         known: Its world size gives the members of the default group, if no record lists them.
     """
-    newest: dict[str, dict[int, list[Collective]]] = {}
+    newest: dict[tuple[str, str], dict[int, list[Collective]]] = {}
     for rank, worker in by_rank.items():
         for one in worker.collectives:
-            newest.setdefault(one.group, {}).setdefault(rank, []).append(one)
+            newest.setdefault((one.group, one.backend), {}).setdefault(rank, []).append(one)
     found = []
-    for name, records in newest.items():
+    for (name, _), records in newest.items():
         opened = [(one, rank) for rank, ones in records.items() for one in ones if one.open]
         if not opened:
             continue
@@ -107,7 +134,8 @@ def _groups(by_rank: Mapping[int, WorkerSnapshot], known: Standstill) -> list[_G
         odd: dict[tuple[str, str], tuple[int, ...]] = {}
         waiting = tuple(sorted(rank for rank, one in at_front.items() if one.open))
         for rank in waiting:
-            key = (at_front[rank].op, at_front[rank].shape)
+            op = at_front[rank].op
+            key = (op, at_front[rank].shape if op in SAME_SHAPE else "")
             odd[key] = (*odd.get(key, ()), rank)
         members = _members(front, opened, known)
         # Of a worker whose records could not be read it is not known what it has entered.
@@ -118,7 +146,8 @@ def _groups(by_rank: Mapping[int, WorkerSnapshot], known: Standstill) -> list[_G
             and rank in by_rank
             and (by_rank[rank].recorded or not by_rank[rank].pid)
         )
-        found.append(_Group(name, front, waiting, behind, odd))
+        age_s = max(one.age_s for one, _ in opened if one.seq == front.seq)
+        found.append(_Group(name, front, waiting, behind, odd, age_s))
     return sorted(found, key=lambda group: (-len(group.waiting), group.name))
 
 
@@ -158,7 +187,8 @@ def _verdict(
         parts.append(f"{subject} {'make' if many else 'makes'} no progress{_for(known)}")
     busy = _is_busy(first) and kind is HangKind.NOT_ENTERED
     own = f"rank {first.rank} {what}" if many else f"it {what}"
-    parts.append(f"{own}{_suffix(cause)}" + (", and it uses its CPU" if busy else ""))
+    working = "uses its CPU" if _computes(first) else "reads or writes"
+    parts.append(f"{own}{_suffix(cause)}" + (f", and it {working}" if busy else ""))
     if known.missing:
         parts.append(_missing(known))
     alive = kind is not HangKind.NOT_ENTERED or not busy
@@ -196,7 +226,7 @@ def _frozen(
         kind=HangKind.FROZEN,
         cause=cause,
         ranks=list(frozen[:MOST_RANKS]),
-        sure=group is not None or known.world_size == len(frozen),
+        sure=not known.missing and (group is not None or known.world_size == len(frozen)),
         message=message,
     )
 
@@ -320,6 +350,11 @@ def _without_collectives(
 
 
 def _is_busy(worker: WorkerSnapshot) -> bool:
+    """Return whether a worker computes, reads or writes: it may be slow instead of hung."""
+    return _computes(worker) or worker.io_bytes_per_s >= BUSY_IO
+
+
+def _computes(worker: WorkerSnapshot) -> bool:
     """Return whether a worker computes, or is ready to and waits for a core."""
     return worker.cpu >= BUSY_CPU or worker.state == "R"
 

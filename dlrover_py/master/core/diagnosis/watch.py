@@ -13,7 +13,13 @@ from dlrover_py.master.core.failures import Failures
 from dlrover_py.master.core.history import CoreContext
 from dlrover_py.master.core.state import NON_DISRUPTIVE
 from dlrover_py.protocol.agents import AgentReport, FailureKind, WorkerFailure
-from dlrover_py.protocol.diagnosis import HangVerdict, NodeSnapshot, WorkerSnapshot
+from dlrover_py.protocol.diagnosis import (
+    Cause,
+    HangKind,
+    HangVerdict,
+    NodeSnapshot,
+    WorkerSnapshot,
+)
 from dlrover_py.protocol.names import NodeId
 from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.status import DiagnosisStatus, EvidenceManifest, JobPhase
@@ -43,6 +49,8 @@ class Diagnosis:
         self._requested_at = 0.0
         self._by_rule = False
         """Whether the hang was found by a log rule whose end is the end of the hang."""
+        self._only_waits = False
+        """Whether the job has never reported a step: only a collective that stays open counts."""
         self._still_s = 0.0
         """Seconds for which the job had stood still when the snapshot was requested."""
         self._asked: set[NodeId] = set()
@@ -63,7 +71,7 @@ class Diagnosis:
         self._idle[node_id] = self.live.now - report.idle_s
         if report.progress is not None:
             progress = report.progress
-            if self._clock.saw(progress.step, progress.total, self.live.now):
+            if self._clock.saw(progress.step, progress.total, self.live.now, hung=bool(self._hang)):
                 self._look_at = 0.0
                 self._end_hang("training went on")
 
@@ -126,6 +134,7 @@ class Diagnosis:
     def _suspect(self, silent_s: int | None) -> None:
         """Request a snapshot if the job has made no step for too long, or a log rule says so."""
         now, clock = self.live.now, self._clock
+        self._only_waits = False
         if self.live.log_hang is not None:
             found, since, self._by_rule = self.live.log_hang
             if now < self._look_at:
@@ -146,8 +155,8 @@ class Diagnosis:
             self._still_s = now - since
             self._begin(f"no worker has used its CPU for {self._still_s:.0f} s")
             return
-        if clock.step is None and self.state.max_step is None:
-            return  # a script that has never reported a step may not report any
+        # A script that has never reported a step may not report any.
+        self._only_waits = clock.step is None and self.state.max_step is None
         due = max(clock.due, self._look_at)
         if now < due:
             self.live.wake(due)
@@ -248,15 +257,18 @@ class Diagnosis:
         """Return whether a verdict is reported.
 
         A rank that uses its CPU may only be slow, as in an evaluation. It is a hang once it has
-        taken as long as a first step may, or if a log rule says that it is one.
+        taken as long as a first step may, or if a log rule says that it is one. Without any step so
+        far, ranks must have waited in a collective all the time.
         """
+        if self._only_waits:
+            return not verdict.busy and verdict.kind not in (HangKind.CODE, HangKind.UNKNOWN)
         return not verdict.busy or still_s >= self._clock.first_s or self._by_rule
 
     def _report(self, verdict: HangVerdict, workers: list[WorkerSnapshot], still_s: float) -> None:
         """Record a hang, unless the same verdict holds already. End the round if that is allowed.
 
-        ``spec.diagnosis.hang`` must allow it, and the verdict must be sure. If no step is overdue,
-        open collectives that all began a short time ago prevent it.
+        ``spec.diagnosis.hang`` must allow it, and the verdict must be sure. A rank that waits for
+        storage gets as long as a first step may take: after a restart it would wait again.
 
         Args:
             verdict: what hangs.
@@ -278,7 +290,8 @@ class Diagnosis:
             self._hang = (verdict, event, since)
         self.live.hang = verdict.message
         act = self.live.spec.spec.diagnosis.hang == "act" and verdict.sure
-        if act and (self._overdue() or _stands(workers, still_s)):
+        patient = verdict.cause is Cause.STORAGE and still_s < self._clock.first_s
+        if act and not (patient or self._only_waits):
             self._act(verdict, workers)
 
     def _node_of(self, verdict: HangVerdict) -> NodeId | None:
@@ -319,16 +332,3 @@ class Diagnosis:
         seconds = self.live.now - since
         message = f"{why} after the job had stood still for {seconds:.0f} s"
         self.log.record(EventReason.HANG_OVER, message, cause=event)
-
-
-def _stands(workers: list[WorkerSnapshot], still_s: float) -> bool:
-    """Return whether a collective is open for half of a time, or none is open.
-
-    A log rule may miss a line of a job that trains. The ranks of such a job wait for a moment only.
-
-    Args:
-        workers: Snapshots of the ranks.
-        still_s: Seconds for which the job has stood still, as the log rule says.
-    """
-    ages = [one.age_s for worker in workers for one in worker.collectives if one.open]
-    return not ages or max(ages) >= still_s / 2
