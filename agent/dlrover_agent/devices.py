@@ -62,7 +62,8 @@ class Reading:
     remap_failed: bool = False
     """Whether there is no row left to replace a bad one."""
     nvlink: int | None = None
-    """Errors of its NVLinks that made them send again or recover; None without NVLink."""
+    """Errors of its NVLinks after which they had to be set up again; None without NVLink. What a
+    link has sent once more is left out: that happens to healthy ones."""
     slowed: str = ""
     """What slows its clocks, in words; empty if nothing does."""
     failure: str = ""
@@ -181,11 +182,13 @@ class _NvmlGpu:
             active = self._value(nvml.nvmlDeviceGetNvLinkState, self._device, link)
             if active is None:
                 break  # it has no further link
-            for counter in (nvml.NVML_NVLINK_ERROR_DL_REPLAY, nvml.NVML_NVLINK_ERROR_DL_RECOVERY):
-                errors = active and self._value(
-                    nvml.nvmlDeviceGetNvLinkErrorCounter, self._device, link, counter
-                )
-                total = (total or 0) + int(errors or 0)
+            errors = active and self._value(
+                nvml.nvmlDeviceGetNvLinkErrorCounter,
+                self._device,
+                link,
+                nvml.NVML_NVLINK_ERROR_DL_RECOVERY,
+            )
+            total = (total or 0) + int(errors or 0)
         return total
 
     def _value(self, call: Callable[..., Any], *given: object) -> Any:

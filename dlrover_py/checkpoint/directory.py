@@ -1592,13 +1592,15 @@ def _commit_order(manifest: Manifest) -> tuple[int, float, str]:
 def retained(found: Sequence[Manifest], keep: KeepRules) -> set[str]:
     """Return the folders that a rule keeps, always with that of the newest checkpoint.
 
-    A checkpoint without a metric, or with NaN, is never among the best.
+    So is the newest one whose replicas were equal: later ones may be wrong. A checkpoint without a
+    metric, or with NaN, is never among the best.
 
     Args:
         found: manifests of the checkpoints, the newest commit first.
         keep: the rules.
     """
     folders = {m.folder for m in found[: max(1, keep.newest)]}
+    folders |= {m.folder for m in [m for m in found if m.certified][:1]}
     if keep.every:
         folders |= {m.folder for m in found if m.step % keep.every == 0}
     with_metric = [m for m in found if m.metric is not None and not math.isnan(m.metric)]

@@ -26,7 +26,8 @@ ENV_CACHE_DIR: Final = "DLROVER_CACHE_DIR"
 VERSION: Final = 1
 """Version of a file. Files of another version are not used."""
 MAX_FILES: Final = 100
-"""Number of recipes that are kept. Storing another one removes the oldest."""
+"""Number of recipes that are kept. Storing another one removes the one that was not used for the
+longest time."""
 MAX_BYTES: Final = 16 << 20
 """Largest number of bytes of a recipe, compressed or not."""
 HINT: Final = f"remove it, or set {ENV_CACHE_DIR} to another folder"
@@ -113,7 +114,7 @@ class Entry:
     key: str
     """Its name, without the suffix."""
     at: float
-    """When it was written, in seconds of wall time."""
+    """When it was last written or used, in seconds of wall time."""
     size: int
     """Its size in bytes."""
     recipe: KeptRecipe | None
@@ -136,19 +137,23 @@ class RecipeCache:
     def load(self, key: str) -> KeptRecipe | None:
         """Return a recipe; None if there is none, or its file is damaged or of another version.
 
+        The recipe counts as used: others are removed before it.
+
         Raises:
             NotOwnedError: Another user can change the folder or the file.
             OSError: The file cannot be read.
         """
         with contextlib.suppress(FileNotFoundError), contextlib.closing(_Folder(self)) as folder:
             try:
-                return KeptRecipe.decode(folder.read(key + _SUFFIX))
+                found = KeptRecipe.decode(folder.read(key + _SUFFIX))
             except ValueError:
                 return None
+            folder.touch(key + _SUFFIX)
+            return found
         return None
 
     def store(self, key: str, recipe: KeptRecipe) -> None:
-        """Store a recipe, replace an older one of the key, and remove the oldest of too many.
+        """Store a recipe instead of an older one of the key, and remove the least used of too many.
 
         Raises:
             NotOwnedError: Another user can change the folder.
@@ -244,6 +249,11 @@ class _Folder:
                 age_s = time.time() - os.stat(name, dir_fd=self._fd).st_mtime  # noqa: TID251 - as files have their age
                 if name.startswith("new-") and age_s > 3600:
                     os.unlink(name, dir_fd=self._fd)
+
+    def touch(self, name: str) -> None:
+        """Set the time of a file to now, if this is allowed."""
+        with contextlib.suppress(OSError):
+            os.utime(name, dir_fd=self._fd, follow_symlinks=False)
 
     def remove(self, name: str) -> None:
         """Remove a file.

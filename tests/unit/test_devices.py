@@ -40,12 +40,12 @@ def test_errors_since_the_start_are_told_by_gpu() -> None:
     nvml = FakeNvml(Gpu(ecc=7, links=[[3, 4], [], [0, 0]]), Gpu())
     meter = meter_of(nvml)
     nvml.gpus[0].ecc = 9
-    nvml.gpus[0].links = [[4, 4], [], [0, 2]]
+    nvml.gpus[0].links = [[400, 4], [], [0, 2]]  # a healthy link may send something once more
     nvml.gpus[1].rows = (0, 1, 1, 0)
     nvml.waiting += [Event(nvml.gpus[1], 79), Event(nvml.gpus[1], 13), Event(nvml.gpus[1], 79)]
     meter.read()
     expected = (
-        "GPU 0: 2 memory errors that ECC cannot correct; GPU 0: 3 errors of its NVLinks; "
+        "GPU 0: 2 memory errors that ECC cannot correct; GPU 0: 2 errors of its NVLinks; "
         "GPU 1: XID 13, usually a kernel of the script; GPU 1: XID 79; "
         "GPU 1: bad rows of memory are replaced at its next reset"
     )

@@ -382,6 +382,15 @@ def test_what_gpus_report_is_told_as_what_it_is() -> None:
     assert events(bench)[2:] == [(EventReason.LOG_RULE_OVER, "no GPU reports a fault any more")]
 
 
+def test_a_count_of_a_gpu_that_grows_is_told_once() -> None:
+    bench = running(job(NCCL))
+    for count in range(1, 40):
+        said = f"GPU 3: {count} errors of its NVLinks"
+        tell(bench, LogFinding(rule="NVML", verdict="FAULT", said=said))
+    assert [reason for reason, _ in events(bench)] == [EventReason.LOG_RULE]
+    assert "GPU 3: 39 errors of its NVLinks" in condition(bench)
+
+
 def answer(bench: Bench, *, busy: bool = False, age_s: float = 60.0) -> None:
     """Send the snapshots of all nodes: rank 1 has not entered the collective of the others."""
     for agent in bench.living():

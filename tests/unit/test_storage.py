@@ -744,7 +744,8 @@ def test_removal_begins_with_the_manifest(store: CheckpointDirectory) -> None:
 
 @given(
     rows=st.lists(
-        st.tuples(st.integers(0, 40), st.none() | st.floats(allow_infinity=False)), max_size=12
+        st.tuples(st.integers(0, 40), st.none() | st.floats(allow_infinity=False), st.booleans()),
+        max_size=12,
     ),
     newest=st.integers(0, 4),
     every=st.integers(0, 6),
@@ -752,17 +753,19 @@ def test_removal_begins_with_the_manifest(store: CheckpointDirectory) -> None:
     highest=st.booleans(),
 )
 def test_retention_keeps_what_a_rule_keeps_and_no_more(
-    rows: list[tuple[int, float | None]], newest: int, every: int, best: int, highest: bool
+    rows: list[tuple[int, float | None, bool]], newest: int, every: int, best: int, highest: bool
 ) -> None:
     found = [
-        manifest(step, f"a{index}", metric=metric, number=len(rows) - index)
-        for index, (step, metric) in enumerate(rows)
+        manifest(step, f"a{index}", metric=metric, number=len(rows) - index, certified=certified)
+        for index, (step, metric, certified) in enumerate(rows)
     ]
+    agreed = next((m for m in found if m.certified), None)
     stay = retained(found, KeepRules(newest, every, best, highest))
     worth = [m.metric for m in found if m.metric is not None and m.metric == m.metric]
     bar = sorted(worth, reverse=highest)[:best]
     for index, one in enumerate(found):
         by_rule = index < max(1, newest) or (every > 0 and one.step % every == 0)
+        by_rule |= one is agreed
         in_bar = one.metric in bar
         metric = one.metric
         better = (

@@ -1,5 +1,7 @@
 """Tells which log rules apply. Agents search the lines of workers, and report what they find."""
 
+import re
+
 from dlrover_py.master.core.history import CoreContext
 from dlrover_py.master.core.state import NON_DISRUPTIVE
 from dlrover_py.protocol.agents import AgentReport, LogFinding
@@ -10,7 +12,9 @@ from dlrover_py.protocol.status import JobPhase
 from dlrover_py.protocol.words import counted
 
 _Key = tuple[str, str]
-"""A rule; and for GPUs what they report, because one old fault must not hide another one."""
+"""A rule; and for GPUs what they report, because one old fault must not hide another one. How often
+it has happened is left out: it grows."""
+_COUNT = re.compile(r"(?<=: )\d+ ")
 SHOWN = 4
 """Largest number of nodes whose GPUs are described."""
 
@@ -25,7 +29,7 @@ class LogFindings:
         self._told: dict[_Key, tuple[int, float]] = {}
         """The event of each rule that applies, and since when it applies."""
         self._told_in: dict[_Key, int] = {}
-        """The round in which each rule was told last."""
+        """The rules that were told in the newest round that had any, with that round."""
 
     def take_report(self, node_id: NodeId, report: AgentReport) -> None:
         """Take in what a member of the round has found."""
@@ -42,10 +46,11 @@ class LogFindings:
         state, pending = self.state, self.state.pending_round
         over = state.world is None or state.phase is not JobPhase.RUNNING
         over |= pending is not None and pending.kind not in NON_DISRUPTIVE
+        self._told_in = {key: told for key, told in self._told_in.items() if told == state.round}
         applies: dict[_Key, list[tuple[NodeId, LogFinding]]] = {}
         for node_id, (number, findings) in self._found.items():
             for finding in findings if number == state.round else ():
-                key = finding.rule, finding.said if finding.rule == NVML else ""
+                key = finding.rule, _COUNT.sub("", finding.said) if finding.rule == NVML else ""
                 applies.setdefault(key, []).append((node_id, finding))
         if not applies and not self._told:
             return
