@@ -435,6 +435,14 @@ def test_a_loader_that_was_always_slower_is_found_though_nothing_changes() -> No
     )
 
 
+def test_the_only_stage_of_a_pipeline_that_loads_data_is_compared_with_no_other() -> None:
+    watch = SlowWatch()
+    for number in range(10 * PEER_WINDOWS):
+        parts = {f"n{i}": Parts(data=0.12 if i == 0 else 0.0) for i in range(4)}
+        watch.saw(Window(number, 1.0, parts))
+    assert watch.slow is None
+
+
 def test_what_comes_and_goes_is_usual() -> None:
     watch, told = SlowWatch(), []
     for number in range(600):

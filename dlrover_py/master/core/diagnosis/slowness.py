@@ -315,7 +315,8 @@ class SlowWatch:
 
     def _data_against_peers(self, window: Window) -> Slowness | None:
         """Return the slowness of a node that waits far longer for data than the others, if any."""
-        waits = {name: parts.data for name, parts in window.nodes.items()}
+        # Stages of a pipeline behind the first one load nothing, and are no measure.
+        waits = {name: parts.data for name, parts in window.nodes.items() if parts.data > 0}
         if len(waits) < 2:
             return None
         node = max(waits, key=lambda name: (waits[name], name))
