@@ -104,7 +104,7 @@ Part = Callable[[], None]
 _pause = threading.Event()
 
 
-class Unexpected(Exception):
+class UnexpectedError(Exception):
     """The run cannot continue. What it has measured so far is kept."""
 
 
@@ -117,12 +117,12 @@ def until(look: Callable[[], T | None], what: str, *, within_s: float, every_s: 
     """Poll a function until it returns a true value, and return that value.
 
     Raises:
-        Unexpected: the deadline has passed.
+        UnexpectedError: the deadline has passed.
     """
     deadline = time.monotonic() + within_s
     while not (seen := look()):
         if time.monotonic() > deadline:
-            raise Unexpected(f"not within {within_s:g} s: {what}")
+            raise UnexpectedError(f"not within {within_s:g} s: {what}")
         _pause.wait(every_s)
     return seen
 
@@ -279,7 +279,7 @@ class Handle:
         try:
             self._fd = os.pidfd_open(pid)
         except ProcessLookupError as error:
-            raise Unexpected(f"{what} (process {pid}) has ended by itself") from error
+            raise UnexpectedError(f"{what} (process {pid}) has ended by itself") from error
 
     def kill(self) -> None:
         """Send SIGKILL."""
@@ -389,7 +389,7 @@ class Ours:
         finally:
             connection.close()
         if reply.status != 200:
-            raise Unexpected(f"{method} {path}: {body.decode()}")
+            raise UnexpectedError(f"{method} {path}: {body.decode()}")
         return body, at, took
 
     def snapshot(self) -> Snapshot:
@@ -404,7 +404,7 @@ class Ours:
 
         def look() -> JobStatus | None:
             if self._process.poll() is not None:
-                raise Unexpected(f"{self.name} has ended; see {self._output.name}")
+                raise UnexpectedError(f"{self.name} has ended; see {self._output.name}")
             if not self._socket.exists():
                 return None
             status = self.snapshot().status
@@ -441,10 +441,10 @@ class Ours:
 
         try:
             found = until(look, f"{self.name}: {nodes} nodes after round {after}", within_s=20)
-        except Unexpected as error:
+        except UnexpectedError as error:
             status = self.snapshot().status
             last = [f"{e.reason}: {e.message}" for e in status.events[-5:]] if status else []
-            raise Unexpected(f"{error}; last events: {last}") from error
+            raise UnexpectedError(f"{error}; last events: {last}") from error
         self._timed = found[0]
         if self._timed > after + 1:
             words = f"round {self._timed} where round {after + 1} was expected"
@@ -463,7 +463,7 @@ class Ours:
                     at = datetime.fromisoformat(line["at"]).timestamp() * 1e9
                     found[node] = int(at + 1e6 - line["waited_s"] * 1e9 - offset)
             if node not in found:
-                raise Unexpected(f"{log}: no workers_start of round {number}")
+                raise UnexpectedError(f"{log}: no workers_start of round {number}")
         return found
 
     def measure(self, case: Case, before: JobStatus, at: int, nodes: int) -> None:
@@ -606,7 +606,7 @@ class Torchrun:
             raise
         if not self._port:
             self.__exit__()
-            raise Unexpected("torchrun's store did not start")
+            raise UnexpectedError("torchrun's store did not start")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -712,7 +712,7 @@ def torchrun_first(folder: Path, name: str, hub: Hub, results: Results) -> None:
         at = job.kill_node(chosen.node, chosen)
         deadline = time.monotonic() + NEVER_S
         while time.monotonic() < deadline and case.torchrun == []:
-            with contextlib.suppress(Unexpected):
+            with contextlib.suppress(UnexpectedError):
                 took = job.wait(job.agents, at, "connected", within_s=1.0)
                 case.torchrun.append(ms(max(s.at for s in took.values()), at))
             if all(p.poll() is not None for p in job.agents.values()):
@@ -885,7 +885,7 @@ def run(args: argparse.Namespace, folder: Path, results: Results) -> None:
         for part in schedule(args, folder, hub, results):
             try:
                 part()
-            except Unexpected as error:
+            except UnexpectedError as error:
                 results.surprise(str(error))
     finally:
         hub.close()

@@ -72,7 +72,7 @@ T = TypeVar("T")
 _pause = threading.Event()
 
 
-class Lost(Exception):
+class LostError(Exception):
     """The job did not recover."""
 
 
@@ -84,7 +84,7 @@ def until(look: Callable[[], T | None], what: str, within_s: float) -> T:
     deadline = time.monotonic() + within_s
     while not (seen := look()):
         if time.monotonic() > deadline:
-            raise Lost(f"not within {within_s:g} s: {what}")
+            raise LostError(f"not within {within_s:g} s: {what}")
         _pause.wait(0.005)
     return seen
 
@@ -133,7 +133,7 @@ class Running:
         for line in self.lines(rank):
             if line.pid == pid:
                 return line
-        raise Lost(f"rank {rank} has no step of process {pid}")
+        raise LostError(f"rank {rank} has no step of process {pid}")
 
     def processes(self, rank: int) -> list[list[Line]]:
         """Return the steps of a rank, those of each process together."""
@@ -148,7 +148,7 @@ class Running:
 
         def look() -> list[Line] | None:
             if self.process.poll() is not None:
-                raise Lost(f"it has ended with code {self.process.returncode}")
+                raise LostError(f"it has ended with code {self.process.returncode}")
             tails = [self.tail(rank) for rank in range(world)]
             if all(t and t.size == world and t.pid not in not_pids for t in tails):
                 return [t for t in tails if t]
@@ -199,7 +199,7 @@ def started(
     running = Running(folder, process)
     try:
         yield running
-    except Lost as error:
+    except LostError as error:
         say(f"! {name}: {error}; {(folder / 'log').read_bytes()[-600:]!r}")
         raise
     finally:
@@ -269,7 +269,10 @@ def kill_workers(launcher: str, kills: int, never_s: float) -> tuple[list[float]
     samples: list[float] = []
     lost = 0
     while len(samples) + lost < kills:
-        with contextlib.suppress(Lost), started(launcher, [*argv, "train.py", "out"], env) as job:
+        with (
+            contextlib.suppress(LostError),
+            started(launcher, [*argv, "train.py", "out"], env) as job,
+        ):
             before = job.steady(2, 120)
             if launcher == "elastic-run":
                 warm(job)
@@ -281,7 +284,7 @@ def kill_workers(launcher: str, kills: int, never_s: float) -> tuple[list[float]
                     samples.append(
                         job.recovery(before, 2, partial(os.kill, victim, signal.SIGKILL), never_s)
                     )
-                except Lost:
+                except LostError:
                     lost += 1
                     raise
                 before = job.steady(2, never_s)
@@ -398,7 +401,7 @@ def node_rows(times: int) -> list[Row]:
                         ready = logged(job, "zygote_ready")[-1]
                         steps = [job.first(r, line.pid).at for r, line in enumerate(after)]
                         joined.add("elastic-run", [max(steps) - ready])
-            except Lost:
+            except LostError:
                 row.add("elastic-run", [], 1)
     return [shrink, first, standby, first_standby, joined]
 
@@ -430,7 +433,7 @@ def early_rows(deaths: int, never_s: float) -> list[Row]:
     for name, times in jobs:
         argv, env = LAUNCHERS[name]
         env = {**env, "DIES_AT": "3"}
-        with contextlib.suppress(Lost), started(name, [*argv, "train.py", "out"], env) as job:
+        with contextlib.suppress(LostError), started(name, [*argv, "train.py", "out"], env) as job:
 
             def all_steps(rounds: int) -> list[list[list[Line]]] | None:
                 found = [job.processes(rank) for rank in (0, 1)]

@@ -69,7 +69,7 @@ SPARE_FDS = 200
 TOKEN = secrets.token_hex(16)
 
 
-class Unexpected(Exception):
+class UnexpectedError(Exception):
     """The run cannot continue."""
 
 
@@ -339,7 +339,7 @@ class Swarm:
                 return await there
         except TimeoutError as error:
             few = sorted(self._awaited)[:5]
-            raise Unexpected(
+            raise UnexpectedError(
                 f"{what}: not within {SOON_S:g} s for {len(self._awaited)} agents, such as {few}"
             ) from error
 
@@ -420,7 +420,7 @@ class Master:
         with os.fdopen(read) as pipe:
             if not pipe.readline():
                 self._process.wait()
-                raise Unexpected(f"the master did not start:\n{self.log()[-2000:]}")
+                raise UnexpectedError(f"the master did not start:\n{self.log()[-2000:]}")
 
     def kill(self) -> None:
         """Send SIGKILL."""
@@ -549,7 +549,7 @@ class Run:
             before, last = self._master.cpu_s, before
             if before - last < IDLE * QUIET_S:
                 return
-        raise Unexpected(f"the master is not idle within {SOON_S:g} s")
+        raise UnexpectedError(f"the master is not idle within {SOON_S:g} s")
 
     def _report(self, agents: Sequence[Agent]) -> None:
         for agent in agents:
@@ -652,7 +652,7 @@ async def measure(
     try:
         master.start()
         await Run(master, swarm, outcome, steady_s).all()
-    except Unexpected as error:
+    except UnexpectedError as error:
         swarm.surprise(str(error))
     finally:
         swarm.close()
@@ -747,12 +747,12 @@ def open_files(agents: int) -> None:
     """Raise the limit on file descriptors as far as needed.
 
     Raises:
-        Unexpected: the limit is too low, and this process cannot raise it far enough.
+        UnexpectedError: the limit is too low, and this process cannot raise it far enough.
     """
     need = agents + SPARE_FDS + agents // 50
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < need:
-        raise Unexpected(
+        raise UnexpectedError(
             f"{agents} agents take {need} open files in this process and in the master's each, and "
             f"the hard limit is {hard}: raise it (ulimit -Hn {need} as root, or LimitNOFILE=), or "
             f"ask for at most {max(1, int((hard - SPARE_FDS) / 1.02))} agents"
@@ -805,7 +805,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     outcomes.append(
                         runner.run(measure(agents, place, {cores[0]}, certificates, args.steady))
                     )
-    except Unexpected as error:
+    except UnexpectedError as error:
         sys.stderr.write(f"scale: {error}\n")
         return 2
     except KeyboardInterrupt:

@@ -51,7 +51,7 @@ Key = tuple[str, str, str]  # kind's path, namespace, name
 Path_ = tuple[str, ...]
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """A refusal of a request, which is sent as a Status object."""
 
     def __init__(self, code: int, reason: str, message: str, retry_after: int | None = None):
@@ -89,7 +89,7 @@ class Call:
 class Fault:
     """Refuses the requests that match, a number of times."""
 
-    refusal: Refused
+    refusal: RefusedError
     times: int
     method: str
     path: str
@@ -252,7 +252,7 @@ class FakeCluster:
             retry_after: seconds in the header Retry-After; None for no header.
         """
         fault = Fault(
-            Refused(code, reason, message, retry_after), times, method, path, query, watch
+            RefusedError(code, reason, message, retry_after), times, method, path, query, watch
         )
         self._faults.append(fault)
         return fault
@@ -312,13 +312,13 @@ class FakeCluster:
                 await gate.wait()
         try:
             if headers.get("Authorization", "").lower() != f"bearer {self.token}":
-                raise Refused(401, "Unauthorized", "Unauthorized")
+                raise RefusedError(401, "Unauthorized", "Unauthorized")
             for fault in self._faults:
                 if fault.fits(call):
                     fault.times -= 1
                     raise fault.refusal
             return await self._route(request, call)
-        except Refused as refusal:
+        except RefusedError as refusal:
             after = {} if refusal.retry_after is None else {"Retry-After": str(refusal.retry_after)}
             return web.json_response(refusal.status(), status=refusal.code, headers=after)
 
@@ -361,13 +361,13 @@ class FakeCluster:
         )
         kind = self._kinds.get(f"{found[1]}/{found[3]}") if found else None
         if found is None or kind is None:
-            raise Refused(404, "", "404 page not found")
+            raise RefusedError(404, "", "404 page not found")
         return kind, found[2] or "", found[4] or "", found[5] or ""
 
     def _existing(self, key: Key) -> Obj:
         if key not in self._objects:
             plural = key[0].rpartition("/")[2]
-            raise Refused(404, "NotFound", f'{plural} "{key[2]}" not found')
+            raise RefusedError(404, "NotFound", f'{plural} "{key[2]}" not found')
         return self._objects[key]
 
     def _of(self, path: str, namespace: str) -> list[Obj]:
@@ -378,7 +378,7 @@ class FakeCluster:
         version, rest = self._version, self._of(kind.path(), namespace)
         if token := query.get("continue"):
             if token not in self._snapshots:
-                raise Refused(410, "Expired", "The provided continue parameter is too old")
+                raise RefusedError(410, "Expired", "The provided continue parameter is too old")
             version, rest = self._snapshots[token]
         else:
             rest = [obj for obj in rest if _selected(obj, query)]
@@ -401,7 +401,7 @@ class FakeCluster:
         """Send the output of a Pod. The time of each line is its number."""
         if _pod_phase(self._existing(key)) == "Pending":
             words = f'container "main" in pod "{key[2]}" is waiting to start: ContainerCreating'
-            raise Refused(400, "BadRequest", words)
+            raise RefusedError(400, "BadRequest", words)
         reply = web.StreamResponse(headers={"Content-Type": "text/plain"})
         await reply.prepare(request)
         said, cut = 0, self._cut[0]
@@ -472,20 +472,20 @@ class FakeCluster:
         name = meta.get("name") or ""
         if not _NAME.fullmatch(name) or len(name) > 253:
             words = f'{kind.name} "{name}" is invalid: metadata.name: Invalid value: "{name}"'
-            raise Refused(422, "Invalid", words)
+            raise RefusedError(422, "Invalid", words)
         if kind.namespaced:
             meta["namespace"] = namespace
             self._existing((kinds.NAMESPACES.path(), "", namespace))
         key = (kind.path(), namespace, name)
         if key in self._objects:
-            raise Refused(409, "AlreadyExists", f'{kind.plural} "{name}" already exists')
+            raise RefusedError(409, "AlreadyExists", f'{kind.plural} "{name}" already exists')
         if kind.plural in _WITH_STATUS:
             obj.pop("status", None)
         if kind.plural == "pods":
             if call.query.get("fieldValidation") == "Strict" and (unknown := _unknown_fields(obj)):
                 named = ", ".join(f'unknown field "{path}"' for path in unknown)
                 words = 'Pod in version "v1" cannot be handled as a Pod: strict decoding error: '
-                raise Refused(400, "BadRequest", words + named)
+                raise RefusedError(400, "BadRequest", words + named)
             _check_pod(obj)
             obj["status"] = {"phase": "Pending"}
         if call.query.get("dryRun"):
@@ -501,14 +501,16 @@ class FakeCluster:
             words = (
                 f'Operation cannot be fulfilled on {kind.plural} "{key[2]}": the object has been '
             )
-            raise Refused(
+            raise RefusedError(
                 409, "Conflict", words + "modified; please apply your changes to the latest"
             )
         if meta.get("uid") not in (None, "", old["metadata"]["uid"]):
-            raise Refused(409, "Conflict", f'"{key[2]}": Precondition failed: UID in precondition')
+            raise RefusedError(
+                409, "Conflict", f'"{key[2]}": Precondition failed: UID in precondition'
+            )
         if old.get("immutable") and (new.get("stringData") or old.get("data") != new.get("data")):
             words = "data: Forbidden: field is immutable when `immutable` is set"
-            raise Refused(422, "Invalid", f'Secret "{key[2]}" is invalid: {words}')
+            raise RefusedError(422, "Invalid", f'Secret "{key[2]}" is invalid: {words}')
         obj = copy.deepcopy(new)
         if subresource:
             obj = copy.deepcopy(old) | {subresource: obj.get(subresource, {})}
@@ -525,7 +527,9 @@ class FakeCluster:
         if old is None and subresource:
             self._existing(key)
         if old is None and uid:
-            raise Refused(409, "Conflict", f'"{key[2]}": uid mismatch: there is no such object')
+            raise RefusedError(
+                409, "Conflict", f'"{key[2]}": uid mismatch: there is no such object'
+            )
         if kind.plural in _WITH_STATUS and not subresource:
             new = {part: value for part, value in new.items() if part != "status"}
         stored = old or self._create(kind, key[1], Call("POST", call.path, {}, new, call.at))
@@ -550,7 +554,7 @@ class FakeCluster:
         meta = old["metadata"]
         if wanted not in (None, meta["uid"]):
             words = f"the UID in the precondition ({wanted}) does not match the UID in record"
-            raise Refused(409, "Conflict", f"Precondition failed: {words} ({meta['uid']})")
+            raise RefusedError(409, "Conflict", f"Precondition failed: {words} ({meta['uid']})")
         running = (old.get("spec") or {}).get("nodeName")
         graceful = kind.plural == "pods" and options.get("gracePeriodSeconds") != 0
         if graceful or meta.get("finalizers"):
@@ -649,7 +653,7 @@ class FakeCluster:
         version = int(query["resourceVersion"])
         if version < self._oldest:
             words = f"too old resource version: {version} ({self._oldest})"
-            yield _line("ERROR", Refused(410, "Expired", words).status())
+            yield _line("ERROR", RefusedError(410, "Expired", words).status())
             return
         place = bisect_right(self._changes, version, key=lambda change: change.version)
         now = asyncio.get_running_loop().time
@@ -767,7 +771,7 @@ def _check_pod(obj: Obj) -> None:
             if not container.get(part):
                 missing = missing or f"spec.containers[{number}].{part}: Required value"
     if missing:
-        raise Refused(422, "Invalid", f'Pod "{obj["metadata"]["name"]}" is invalid: {missing}')
+        raise RefusedError(422, "Invalid", f'Pod "{obj["metadata"]["name"]}" is invalid: {missing}')
 
 
 def _merged(old: Any, patch: Any) -> Any:

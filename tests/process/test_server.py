@@ -117,6 +117,7 @@ def read_reply(sock: socket.socket, *, exactly: bool = False) -> Reply:
     """Read one reply; fails if the connection closes before.
 
     Args:
+        sock: the connection.
         exactly: leave what comes after it unread.
     """
     data = b""

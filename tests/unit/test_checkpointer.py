@@ -126,7 +126,7 @@ class Fails:
         """Take nothing."""
 
 
-class Unsayable(Exception):
+class UnsayableError(Exception):
     """Its text cannot be made."""
 
     def __str__(self) -> str:
@@ -135,7 +135,7 @@ class Unsayable(Exception):
 
 class FailsUnsayably(Fails):
     def state_dict(self) -> dict[str, object]:
-        raise Unsayable
+        raise UnsayableError
 
 
 class NotPickled:
@@ -160,7 +160,7 @@ def ring() -> list[object]:
     ("bad", "words"),
     [
         (Fails, r"x cannot be saved: OSError: worker 3 exited"),
-        (FailsUnsayably, r"x cannot be saved: Unsayable$"),
+        (FailsUnsayably, r"x cannot be saved: UnsayableError$"),
         (NotPickled, r"x is a NotPickled, which torch.load does not read .*\(ValueError\)"),
         (freed, r"x has no memory yet"),
         (lambda: {"a": [freed()]}, r"x\.a\.0 has no memory yet"),

@@ -34,7 +34,7 @@ SAMPLES, BATCH, STEPS, EPOCHS = 23, 5, 5, 2
 """An epoch has four steps of five samples and one of three."""
 
 
-class Killed(Exception):
+class KilledError(Exception):
     """Stands for the death of the process: it ends ``fit`` without a save."""
 
 
@@ -54,7 +54,7 @@ class History(Callback):
     def note(self, trainer: L.Trainer, what: str, *more: Any) -> None:
         self.found[what, trainer.global_step] = (trainer.current_epoch, *more)
         if self.stop(what, trainer.global_step):
-            raise Killed
+            raise KilledError
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, index: int) -> None:
         self.note(trainer, "begin", index)
@@ -201,7 +201,7 @@ def test_a_restart_at_any_point_goes_on_as_if_nothing_had_been(
     assert len(points) > 2 * STEPS * EPOCHS
     for point in points[plateau::3]:
         again, job = History(lambda *now, at=point: now == at), "-".join(map(str, point))
-        with pytest.raises(Killed):
+        with pytest.raises(KilledError):
             train(again, job)
         again.stop = lambda *_: False
         module, found = train(again, job)
@@ -260,7 +260,7 @@ def test_an_early_stop_is_not_trained_further_after_a_restart(fit: Fit) -> None:
 def test_another_global_batch_in_the_middle_of_an_epoch(fit: Fit) -> None:
     """Each sample is trained once, and validation comes at the end of each epoch."""
     history = History(lambda what, step: (what, step) == ("begin", 3))
-    with pytest.raises(Killed):
+    with pytest.raises(KilledError):
         fit(history)
     history.stop = lambda *_: False
     fit(history, data=ElasticLoader(Data(), global_batch=PerWorker(2), seed=1))

@@ -92,7 +92,7 @@ def limit_s(step: Step) -> float:
     return sum(limits)
 
 
-class Broken(Exception):
+class BrokenError(Exception):
     """An invariant was violated. The message has the details."""
 
 
@@ -400,7 +400,7 @@ class Campaign:
                     self._look(report, keep_going, lambda: self._whole(WHOLE_S))
                     self._look(report, keep_going, self._orphans)
                     self._look(report, keep_going, self._pods_match)
-        except (Broken, KeyboardInterrupt):
+        except (BrokenError, KeyboardInterrupt):
             pass  # the report has what was found so far
         self._count(report, began)
         return report
@@ -419,7 +419,7 @@ class Campaign:
         self._say(words)
         report.stories.append(f"{words}\n{self.story()}")
         if not keep_going:
-            raise Broken(words)
+            raise BrokenError(words)
 
     def _step(self, step: Step, report: Report) -> None:
         pause = threading.Event()

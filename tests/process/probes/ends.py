@@ -29,14 +29,14 @@ def later():
     print("a thread was waited for", file=sys.stderr)
 
 
-class Odd(Exception):
+class OddError(Exception):
     pass
 
 
 def deep(n):
     if n:
         deep(n - 1)
-    raise Odd(f"generation {generation}")
+    raise OddError(f"generation {generation}")
 
 
 def end():
@@ -53,7 +53,7 @@ def end():
         case 5:
             try:
                 deep(0)
-            except Odd as error:
+            except OddError as error:
                 raise ValueError("chained") from error
         case 6:
             raise KeyboardInterrupt
