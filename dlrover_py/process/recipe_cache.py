@@ -23,7 +23,7 @@ from dlrover_py.protocol.zygote import RecipeLine, recipe_lines
 
 ENV_CACHE_DIR: Final = "DLROVER_CACHE_DIR"
 """Environment variable with the folder; ``none`` for no folder."""
-VERSION: Final = 1
+VERSION: Final = 2
 """Version of a file. Files of another version are not used."""
 MAX_FILES: Final = 100
 """Number of recipes that are kept. Storing another one removes the one that was not used for the
@@ -50,6 +50,10 @@ class KeptRecipe:
     """Seconds that workers needed to import it."""
     files: Mapping[str, FileState]
     """State of each file that was imported."""
+    refusals: int = 0
+    """Number of runs in which a worker that was forked with a recipe has died early."""
+    cold_runs: int = 0
+    """Number of runs that must still start cold before a recipe is kept again."""
 
     def encode(self) -> bytes:
         """Return the content of a file."""
@@ -59,6 +63,8 @@ class KeptRecipe:
             "lines": self.lines,
             "import_s": self.import_s,
             "files": self.files,
+            "refusals": self.refusals,
+            "cold_runs": self.cold_runs,
         }
         return zlib.compress(json.dumps(fields).encode())
 
@@ -75,16 +81,18 @@ class KeptRecipe:
             raise ValueError(f"it is not compressed: {error}") from error
         match document:
             case {
-                "version": 1,
+                "version": 2,
                 "script": str(script),
                 "lines": lines,
                 "import_s": int() | float() as import_s,
                 "files": dict(files),
+                "refusals": int() as refusals,
+                "cold_runs": int() as cold_runs,
             } if recipe_lines(lines) and all(map(_is_state, files.values())):
                 states = {path: (state[0], state[1]) for path, state in files.items()}
                 recipe = [(what, name, value) for what, name, value in lines]
-                return cls(script, recipe, float(import_s), states)
-        raise ValueError("expected a recipe of version 1")
+                return cls(script, recipe, float(import_s), states, refusals, cold_runs)
+        raise ValueError(f"expected a recipe of version {VERSION}")
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path | None:

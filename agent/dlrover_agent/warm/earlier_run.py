@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from dlrover_py import __version__
 from dlrover_py.process.ownership import NotOwnedError
@@ -24,6 +25,8 @@ READ_BY_LIBRARIES = (
     *("OMP", "GOMP", "KMP", "MKL", "OPENBLAS", "NUMEXPR", "HF_", "TRANSFORMERS", "ACCELERATE"),
 )
 """Beginnings of the names of environment variables that decide what is imported."""
+MOST_DOUBLINGS = 6
+"""Largest exponent of 2 for the number of cold runs after the death of a forked worker."""
 _WITHOUT_EFFECT = ("TORCHELASTIC_", "TORCHINDUCTOR_CACHE_DIR")
 """Beginnings of the names of variables that decide no imports, and differ between runs or CPUs."""
 
@@ -55,6 +58,10 @@ class EarlierRun:
         """Key of the command at the beginning of this run."""
         self._dies_cold = False
         """Whether a worker that was started cold has died early in this run."""
+        self._refused = False
+        """Whether a forked worker has died early in this run."""
+        self._counted = False
+        """Whether this run was counted as a cold one."""
 
     def find(self) -> KeptRecipe | None:
         """Return the recipe as :meth:`load` does; None after an error, which is logged."""
@@ -82,19 +89,27 @@ class EarlierRun:
     def distrust(self, *, forked: bool) -> None:
         """Remove the recipe, because a worker has died early; log an error.
 
-        After the death of a forked worker, no run of this command forks its first workers again.
-        Otherwise every second run could fail. A worker that dies early without a fork shows that
-        the script is at fault, and the next run is free again.
+        After the death of a forked worker, the next runs of this command start cold: two runs, and
+        twice as many after each further such death. Otherwise every second run could fail. A worker
+        that dies early without a fork shows that the script is at fault, and the next run is free
+        again.
 
         Args:
             forked: Whether the worker was forked.
         """
         self._dies_cold = self._dies_cold or not forked
-        refusal = KeptRecipe(self._name, [], 0.0, {})
         if self._dies_cold:
             self.forget()
-        else:
-            self._change(lambda: self._cache.store(self._key, refusal))
+        elif not self._refused:
+            self._refused = True
+            self._change(self._refuse)
+
+    def _refuse(self) -> None:
+        """Have the next runs start cold."""
+        present = self._cache.load(self._key)
+        times = 1 if present is None else present.refusals + 1
+        cold_runs = 2 ** min(times, MOST_DOUBLINGS)
+        self._cache.store(self._key, KeptRecipe(self._name, [], 0.0, {}, times, cold_runs))
 
     def _change(self, change: Callable[[], object]) -> None:
         """Change the cache if the command has a key; log an error."""
@@ -129,7 +144,7 @@ class EarlierRun:
     def store(self, lines: Sequence[RecipeLine], import_s: float) -> bool:
         """Keep a recipe, unless the script has changed since the beginning of this run.
 
-        Nothing is kept after :meth:`distrust`, in this run or an earlier one.
+        After :meth:`distrust`, nothing is kept before the runs that it has named.
 
         Args:
             lines: The recipe. It must not contain values of environment variables.
@@ -146,9 +161,17 @@ class EarlierRun:
             return False
         present = self._cache.load(self._key)
         if present is not None and not present.lines:
-            return False
+            if self._refused or self._counted:
+                return False
+            self._counted = True
+            if present.cold_runs > 1:
+                fewer = replace(present, cold_runs=present.cold_runs - 1)
+                self._cache.store(self._key, fewer)
+                return False
         files = dict(_states(value for _, _, value in lines))
-        self._cache.store(self._key, KeptRecipe(self._name, lines, import_s, files))
+        refusals = 0 if present is None else present.refusals
+        kept = KeptRecipe(self._name, lines, import_s, files, refusals)
+        self._cache.store(self._key, kept)
         return True
 
     def _make_key(self) -> str:
