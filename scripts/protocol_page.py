@@ -72,6 +72,8 @@ from dlrover_py.protocol import (
 )
 from dlrover_py.protocol import transfer as transfer_messages
 from dlrover_py.protocol import zygote as zygote_messages
+from dlrover_py.ps import messages as ps_messages
+from dlrover_py.ps import wire as ps_wire
 from scripts.reference import ROOT, Row, _plain, attribute_texts, code, filled, page, table
 
 WRITER = "dlrover_py/checkpoint/writer.py"
@@ -675,6 +677,22 @@ WIRES: tuple[Wire, ...] = (
         version="None: the workers of one job are expected to have the same version of DLRover-Py.",
         limits="Those of the process group.",
         untyped="The values are in `dlrover_py/trainer/`, which alone sends and receives them.",
+    ),
+    Wire(
+        title="Parameter server",
+        speakers="Workers and servers call the coordinator, which is in the master of a job or in "
+        "`dlrover ps serve`. Workers push rows to servers and pull them. Servers copy buckets to "
+        "each other. See [the parameter server](../parameter-server.md).",
+        transport="TCP: ZeroMQ (DEALER to ROUTER).",
+        framing="A prelude, a body in MessagePack, and one frame for each array of rows.",
+        authentication="The prelude proves that the sender knows the job's token.",
+        version=f"{ps_wire.VERSION}, in the prelude. A message of another version is answered with "
+        "`Unreadable`, and nothing is done.",
+        limits=f"A body has at most {size(ps_wire.MAX_BODY_BYTES)}, the arrays of a message "
+        f"{size(ps_wire.MAX_PAYLOAD_BYTES)}.",
+        classes=get_args(ps_messages.Message),
+        untyped="Only programs with the parameter server use the classes, which are in "
+        "`dlrover_py/ps/messages.py`.",
     ),
     Wire(
         title="Import recipes",
