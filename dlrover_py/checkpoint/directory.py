@@ -43,6 +43,7 @@ from dlrover_py.protocol.lease import WriterLease
 from dlrover_py.protocol.manifest import Manifest
 from dlrover_py.protocol.names import MAX_COUNT, Round, Step, Timeline
 from dlrover_py.protocol.persister import KeepRules
+from dlrover_py.protocol.words import without_passwords
 
 log = logging.getLogger("storage")
 
@@ -831,7 +832,8 @@ def address(where: str | os.PathLike[str]) -> str:
     """
     given = os.fspath(where)
     text = os.fsdecode(given)
-    shown = repr(text) if len(text) <= 120 else f"{text[:60]!r}…{text[-40:]!r}"
+    public = without_passwords(text)
+    shown = repr(public) if len(public) <= 120 else f"{public[:60]!r}…{public[-40:]!r}"
 
     def refuse(why: str) -> ConfigError:
         return ConfigError(f"checkpoint directory {shown}: {why}")
@@ -847,6 +849,11 @@ def address(where: str | os.PathLike[str]) -> str:
         ) from None
     if not text.isprintable():
         raise refuse("its name has characters that cannot be printed; rename it")
+    if public != text:
+        raise refuse(
+            "it has a password, which commands, events and logs would show; put it into the "
+            "environment, such as AWS_SECRET_ACCESS_KEY for s3, or FSSPEC_FTP_PASSWORD for ftp"
+        )
     protocol, colon, rest = text.partition(":")
     if colon and re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]+", protocol) and rest.startswith("/"):
         if not rest.startswith("//"):

@@ -32,6 +32,7 @@ from dlrover_py.cli.numbers import NodeCount, Real
 from dlrover_py.cli.progress import OutputError, Style, whole_output
 from dlrover_py.cli.ps import ps
 from dlrover_py.cli.settings import Settings, Target
+from dlrover_py.process.ownership import replaced_when_whole
 from dlrover_py.protocol import json_text
 from dlrover_py.protocol.errors import ConfigError, DLRoverError, ExitCode, UnreachableError
 from dlrover_py.protocol.job import CLUSTER_ONLY, INERT, ElasticJob
@@ -829,13 +830,11 @@ def curves_of_job(name: str | None, folder: Path | None, target: Target) -> None
         return
     content = curves.as_event_file(history)
     file = folder / title / curves.EVENT_FILE
-    part = file.with_name(f".{title}.part")  # TensorBoard may look at the folder meanwhile
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(content)
-        part.replace(file)
+        with replaced_when_whole(file) as part:  # TensorBoard may look at the folder meanwhile
+            part.write_bytes(content)
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise ConfigError(f"{file}: {error.strerror or error}; choose another folder") from error
     click.echo(f"{file}: {counted(len(history.samples), 'sample')}")
 

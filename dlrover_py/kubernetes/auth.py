@@ -27,6 +27,7 @@ from dlrover_py.process.blocking import BackgroundThread, OverdueError, read_reg
 from dlrover_py.protocol.errors import (
     ConfigError,
 )
+from dlrover_py.protocol.words import without_passwords
 
 if TYPE_CHECKING:
     import subprocess
@@ -239,15 +240,18 @@ class ApiAccess:
             within_s: Seconds in which the TLS context must be made.
 
         Raises:
-            ValueError: The address of the server or of the proxy has no usable scheme.
+            ValueError: The address of the server or of the proxy has no usable scheme, or that of
+                the server a user.
             ConfigError: The TLS context is not made in time, because a disk does not answer.
             OSError: The certificates or the key cannot be used (ssl.SSLError).
         """
         host = new.host.rstrip("/")
-        if urlsplit(host).scheme not in ("http", "https"):
-            raise ValueError(f"server {host!r}: expected https://host:port")
+        parts = urlsplit(host)
+        if parts.scheme not in ("http", "https") or "@" in parts.netloc:
+            raise ValueError(f"server {without_passwords(host)!r}: expected https://host:port")
         if new.proxy and urlsplit(new.proxy).scheme not in ("http", "https"):
-            raise ValueError(f"proxy {new.proxy!r}: only http:// and https:// can be used")
+            proxy = without_passwords(new.proxy)
+            raise ValueError(f"proxy {proxy!r}: only http:// and https:// can be used")
         stamp = (new.verify, new.authority, new.cert, new.key)
         trust = self.request_options.get("ssl")
         if stamp != self._stamp:

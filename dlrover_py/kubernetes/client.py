@@ -55,6 +55,7 @@ from dlrover_py.protocol.errors import (
     ConfigError,
     TransientError,
 )
+from dlrover_py.protocol.words import without_passwords
 
 if TYPE_CHECKING:
     import aiohttp
@@ -767,6 +768,7 @@ def _reason(error: Exception) -> str:
     cause = getattr(error, "os_error", error)  # aiohttp's own message names its objects
     number = getattr(cause, "errno", None) or 0
     why = os.strerror(number) if number > 0 else getattr(cause, "strerror", None) or str(cause)
+    why = without_passwords(why)  # of a proxy
     return f"{why or type(error).__name__}; is it running, and reachable from this machine?"
 
 

@@ -29,6 +29,7 @@ from dlrover_py.process.children import end
 from dlrover_py.protocol import json_text
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import explain
+from dlrover_py.protocol.words import counted
 
 MAX_BYTES: Final = 1 << 24
 """Largest size, in bytes, of a kubeconfig, of a file that it names, and of a plugin's output."""
@@ -460,8 +461,11 @@ def ask(
     try:
         return _answer(plugin, json_text.decoded(out))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        message = f"expected an ExecCredential of {plugin.api_version} as JSON"
-        raise ConfigError(f"plugin {plugin.command!r}: {message}, found {out[:60]!r}") from error
+        # What it has written may be a token, in the document of another version.
+        raise ConfigError(
+            f"plugin {plugin.command!r}: expected an ExecCredential of {plugin.api_version} as "
+            f"JSON, found {counted(len(out), 'byte')} of another form"
+        ) from error
 
 
 def _read_output(

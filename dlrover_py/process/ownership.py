@@ -5,9 +5,13 @@ may be one that another user's program will use. :func:`open_own` opens such a n
 it has opened. So nothing can change between the check and the use.
 """
 
+import contextlib
 import errno
 import os
+import shutil
 import stat
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from dlrover_py.protocol.errors import ConfigError
@@ -146,6 +150,28 @@ def make_own(folder: Path) -> None:
     missing = [one for one in (folder, *folder.parents) if not one.exists()]
     for one in reversed(missing):
         one.mkdir(mode=0o700, exist_ok=True)
+
+
+@contextlib.contextmanager
+def replaced_when_whole(out: Path) -> Iterator[Path]:
+    """Yield a path for the content of a file, which appears at its own path when it is complete.
+
+    The path is in a new folder beside the file, which only this user can enter. At a path beside
+    the file itself, another user could have put a link to a file of this user. A library that
+    opens the path would overwrite that file.
+
+    After an exception in the block, the file at ``out`` stays as it was.
+
+    Raises:
+        OSError: The folder cannot be made, or the file cannot be put in its place.
+    """
+    # The name of a file has at most 255 bytes.
+    folder = Path(tempfile.mkdtemp(prefix=".", suffix=".part", dir=out.parent))
+    try:
+        yield folder / out.name
+        (folder / out.name).replace(out)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def check_parents(folder: Path, *, hint: str) -> None:

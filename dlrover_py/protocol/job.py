@@ -169,7 +169,7 @@ SIZES: Final = ("replicas", "minReplicas", "maxReplicas", "nodeUnit", "standbyRe
 MAX_PRIORITY: Final = 400_000
 """Greatest priority that is a number, and the negative of the least one. So the minimum of a job
 with the least one still comes before the further nodes of every other job in a queue of Kueue."""
-_NUMBER = re.compile(r"[+-]?[0-9]*\.?[0-9]+")
+_NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]+)?|\.[0-9]+)")
 """A priority that is a number, perhaps a fraction."""
 _WHOLE = re.compile(r"-?[0-9]+")
 """A priority that orders jobs."""
@@ -1259,8 +1259,8 @@ def least_nodes(template: dict[str, Any]) -> int | None:
         texts.append(default)  # a script that cannot be read may start elastic-run
     for text in texts:
         number = re.match(r"0*(\d{1,9})(?!\d)", text, re.ASCII)
-        if number and int(number[0]):
-            return int(number[0])
+        if number and int(number[1]):
+            return int(number[1])
     return None
 
 

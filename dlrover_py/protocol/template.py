@@ -24,7 +24,7 @@ DEPTH: Final = 64
 
 SAME = 0.85
 """Likeness from which an unknown value of an enumeration is a misspelt one, and not a newer one."""
-_QUANTITY = re.compile(r"[+-]?[0-9]*\.?[0-9]*([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]+)?")
+_QUANTITY = re.compile(r"[+-]?[0-9]*(\.[0-9]*)?([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]+)?")
 """The forms of Kubernetes' type Quantity, as its API server reads them."""
 _BELOW_ZERO = re.compile(r"-[0.]*[1-9]")
 _OPERATORS = ("In", "NotIn", "Exists", "DoesNotExist")

@@ -7,6 +7,8 @@ _CONTROLS = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 """Control characters, marks that change the direction of text, and halves of surrogate pairs."""
+_PASSWORD = re.compile(r"(://[^/?#:@\s]*):[^/?#\s]*@")
+"""A password in an address: what follows the name of the user, which is in group 1."""
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 """Escape sequences that set the color of text."""
 
@@ -50,6 +52,11 @@ def byte_size(nbytes: int) -> str:
             break
         value /= 1000
     return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
+
+
+def without_passwords(text: str) -> str:
+    """Return a text in which each password of an address is ``***``: ``ftp://me:***@host``."""
+    return _PASSWORD.sub(r"\1:***@", text)
 
 
 def plain(text: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import zmq
 
 from dlrover_py.ps.store import Payload
-from dlrover_py.ps.wire import decode, new_context, send
+from dlrover_py.ps.wire import UnprovenError, decode, new_context, send
 
 AT_ONCE = 32
 """Messages that are read from one socket before the next one has its turn."""
@@ -72,8 +72,12 @@ class Connections:
     def received(self) -> Iterator[tuple[Any, Payload]]:
         """Yield the messages that have come. Connections may be ended meanwhile.
 
+        Any program may listen at the address of a server that has died, until the coordinator says
+        that the server is lost. What such a program sends is left out.
+
         Raises:
-            WireError: A message cannot be read.
+            WireError: A message of a server, or of the coordinator, cannot be read.
+            UnprovenError: The coordinator is that of another job or version.
         """
         for name in list(self._sockets):
             for _ in range(AT_ONCE):
@@ -81,7 +85,13 @@ class Connections:
                     frames = self._sockets[name].recv_multipart(zmq.NOBLOCK, copy=False)
                 except (KeyError, zmq.Again):  # KeyError: it was ended
                     break
-                yield decode([frame.buffer for frame in frames], self._key)
+                try:
+                    found = decode([frame.buffer for frame in frames], self._key)
+                except UnprovenError:
+                    if not name:
+                        raise
+                else:
+                    yield found
 
     def keep(self, names: Collection[str]) -> None:
         """End the connections to all others."""

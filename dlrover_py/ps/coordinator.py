@@ -29,7 +29,16 @@ from dlrover_py.ps.meetings import Meetings
 from dlrover_py.ps.planner import Planner, PlanRules
 from dlrover_py.ps.specs import Consistency, ConsistencyKind
 from dlrover_py.ps.steps import StepGroup
-from dlrover_py.ps.wire import MAX_BODY_BYTES, JobAccess, WireError, decode, new_context, send
+from dlrover_py.ps.wire import (
+    MAX_BODY_BYTES,
+    NO_KEY,
+    JobAccess,
+    UnprovenError,
+    WireError,
+    decode,
+    new_context,
+    send,
+)
 
 FORGET_S = 60.0
 """Seconds of silence after which a connection gets no more maps. Workers ask more often."""
@@ -172,6 +181,8 @@ class Coordinator:
                 message, _ = decode(frames, self._key)
                 self._hearing.begun = True
                 self._handle(route, message, heard)
+            except UnprovenError as error:  # a worker of another job or version needs the words
+                self._send(route, m.Unreadable(str(error)), NO_KEY)
             except WireError as error:
                 self._send(route, m.Unreadable(str(error)))
             except ConfigError as error:
@@ -453,9 +464,9 @@ class Coordinator:
             words = str(error)
         self._meetings.end(asked, -1 if words else step, planner.map.epoch, words)
 
-    def _send(self, route: bytes, message: Any) -> None:
+    def _send(self, route: bytes, message: Any, key: bytes | None = None) -> None:
         with contextlib.suppress(zmq.Again):  # it asks again
-            send(self.socket, message, [], self._key, route)
+            send(self.socket, message, [], self._key if key is None else key, route)
 
 
 def _bind(socket: Any, listener: sockets.socket | None) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from dlrover_py.process.ownership import replaced_when_whole
 from dlrover_py.protocol.errors import CheckpointError, ConfigError
 from dlrover_py.ps.cuts import SavedCut
 from dlrover_py.ps.hashing import Floats, Ids
@@ -36,9 +37,8 @@ def export(cut: SavedCut, out: Path) -> None:
         raise ConfigError(f"{out}: expected a name that ends with {', '.join(EXTRAS)}")
     if out.exists():
         raise ConfigError(f"{out} exists already: choose another path, or remove it")
-    part = out.with_name(f".{out.name}.part")
     try:
-        with _imports(out.suffix):
+        with _imports(out.suffix), replaced_when_whole(out) as part:
             if out.suffix == ".parquet":
                 _parquet(cut, part)
             elif out.suffix == ".pt":
@@ -50,11 +50,8 @@ def export(cut: SavedCut, out: Path) -> None:
                 from safetensors.numpy import save_file
 
                 save_file(_arrays(cut), part)
-        part.rename(out)
     except OSError as error:
         raise CheckpointError(f"{out}: {error.strerror or error}") from error
-    finally:
-        part.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -25,7 +25,14 @@ from dlrover_py.ps.replication import Replica
 from dlrover_py.ps.settings import read_access
 from dlrover_py.ps.store import Payload, Store
 from dlrover_py.ps.transfer import CutReader, CutWriter
-from dlrover_py.ps.wire import JobAccess, WireError, decode, new_context, send
+from dlrover_py.ps.wire import (
+    JobAccess,
+    UnprovenError,
+    WireError,
+    decode,
+    new_context,
+    send,
+)
 
 ALIVE_S = 0.5
 """Seconds between two messages to the coordinator."""
@@ -252,7 +259,7 @@ class ParameterServer:
                     self._handle(route, message, payload)
             except WireError as error:
                 _LOG.warning("a message was refused", extra={"fields": {"error": str(error)}})
-                if route:
+                if route and not isinstance(error, UnprovenError):
                     self._send(self._inbox, m.Unreadable(str(error)), [], route)
             self._send_all()
 

@@ -1,9 +1,11 @@
 """Messages as frames of ZeroMQ: a prelude, a body in MessagePack, and one frame for each array.
 
-The prelude has the version, a checksum of all that follows, and a key that only programs of the job
-know. Nothing of a message is used before all three are right.
+The prelude has the version, and a proof that the sender knows the job's key: a keyed hash of all
+that follows. The key itself is never sent, because another program may listen at the address of a
+server that has died. Nothing of a message is used before version and proof are right.
 """
 
+import functools
 import hashlib
 import hmac
 import math
@@ -21,7 +23,7 @@ from dlrover_py.protocol.errors import ConfigError, DLRoverError
 from dlrover_py.ps import messages
 from dlrover_py.ps.store import Payload
 
-VERSION = 3
+VERSION = 4
 """Version of these frames. Servers and workers of one job have the same."""
 MAX_BODY_BYTES = 32 << 20
 MAX_PAYLOAD_BYTES = 1 << 30
@@ -31,7 +33,11 @@ MAX_ARRAYS = 1 << 18
 LARGE_BYTES = 32768
 """Frames of this size are not copied when they are sent."""
 _MAGIC = b"DLPS"
-_PRELUDE = struct.Struct("<4sHH8s16s")
+_HEAD = struct.Struct("<4sHH")
+_PROOF_BYTES = 16
+NO_KEY = bytes(16)
+"""The key of an answer to a program that has not proved that it knows the job's key. An answer with
+a right proof could be passed on to a program that believes it."""
 _DTYPES = {
     dtype.str: dtype
     for dtype in map(np.dtype, ("|i1", "<i4", "<i8", "<u2", "<u4", "<f2", "<f4", "<f8"))
@@ -61,6 +67,13 @@ def new_context(*, ipv6: bool = False) -> "zmq.Context[Any]":
 
 class WireError(DLRoverError):
     """A message cannot be used; nothing was done."""
+
+
+class UnprovenError(WireError):
+    """The sender of a message has not proved that it knows the job's key.
+
+    It is a stranger, a program of another job or version, or the message was damaged on the way.
+    """
 
 
 class _Body(msgspec.Struct, array_like=True):
@@ -111,8 +124,8 @@ def encode(message: Any, payload: Payload, key: bytes) -> list[Any]:
     raw = msgspec.Raw(msgspec.msgpack.encode(message))
     body = msgspec.msgpack.encode(_Body(type(message).__name__, raw, tables))
     frames = [body, *(array.data.cast("B") if array.size else b"" for array in arrays)]
-    prelude = _PRELUDE.pack(_MAGIC, VERSION, 0, checksum(frames), key)
-    return [prelude, *frames]
+    head = _HEAD.pack(_MAGIC, VERSION, 0)
+    return [head + proof(head, frames, key), *frames]
 
 
 def send(socket: Any, message: Any, payload: Payload, key: bytes, route: bytes = b"") -> None:
@@ -142,26 +155,32 @@ def decode(frames: Sequence[Any], key: bytes) -> tuple[Any, Payload]:
         key: The key of the job.
 
     Raises:
-        WireError: The message is damaged, too large, of another version or of another job.
+        UnprovenError: The message is damaged, too large, of another version or of another job.
+        WireError: Its sender knows the key, but the message cannot be read.
     """
-    if len(frames) < 2 or len(frames[0]) != _PRELUDE.size:
-        raise WireError(f"expected a prelude of {_PRELUDE.size} bytes and a body")
-    magic, version, _, expected, sender = _PRELUDE.unpack(bytes(frames[0]))
+    size = _HEAD.size + _PROOF_BYTES
+    if len(frames) < 2 or len(frames[0]) < _HEAD.size:
+        raise UnprovenError(f"expected a prelude of {size} bytes and a body")
+    prelude = bytes(frames[0])
+    magic, version, _ = _HEAD.unpack_from(prelude)
     if magic != _MAGIC:
-        raise WireError("expected a message of DLRover-Py's parameter server")
+        raise UnprovenError("expected a message of DLRover-Py's parameter server")
     if version != VERSION:
-        raise WireError(
+        raise UnprovenError(
             f"expected version {VERSION} of the messages, found {version}: use the same release "
             "of DLRover-Py for servers and workers"
         )
-    if not hmac.compare_digest(sender, key):
-        raise WireError("the message is of another job, or of a program without the job's token")
+    if len(prelude) != size:
+        raise UnprovenError(f"expected a prelude of {size} bytes and a body")
     if len(frames[1]) > MAX_BODY_BYTES or len(frames) > MAX_ARRAYS + 2:
-        raise WireError("the message is too large")
+        raise UnprovenError("the message is too large")
     if sum(len(frame) for frame in frames[2:]) > MAX_PAYLOAD_BYTES:
-        raise WireError(f"expected at most {MAX_PAYLOAD_BYTES} bytes of arrays")
-    if checksum(frames[1:]) != expected:
-        raise WireError("the message is damaged: its checksum is wrong")
+        raise UnprovenError(f"expected at most {MAX_PAYLOAD_BYTES} bytes of arrays")
+    head, given = prelude[: _HEAD.size], prelude[_HEAD.size :]
+    if not hmac.compare_digest(given, proof(head, frames[1:], key)):
+        raise UnprovenError(
+            "the message is of another job, of a program without the job's token, or damaged"
+        )
     try:
         body = msgspec.msgpack.decode(bytes(frames[1]), type=_Body)
         kind = _KINDS.get(body.kind)
@@ -191,9 +210,27 @@ def _payload(body: _Body, frames: Sequence[Any]) -> Payload:
     return payload
 
 
-def checksum(frames: Sequence[Any]) -> bytes:
-    """Return the checksum of frames, 8 bytes."""
-    hashed = xxhash.xxh3_64()
+def proof(head: bytes, frames: Sequence[Any], key: bytes) -> bytes:
+    """Return the proof of a message, 16 bytes: a BLAKE2b with the key of what the frames contain.
+
+    A large message is not hashed with BLAKE2b, which would take longer than the network, but with
+    XXH3. That hash is not sent, and its seed is made from the key, so that nobody else can make a
+    second message with the same hash.
+
+    Args:
+        head: The first bytes of the prelude: magic, version and flags.
+        frames: All further frames: the body, then the arrays. The body says how long each array is.
+        key: The key of the job.
+    """
+    hashed = xxhash.xxh3_128(seed=_seed(key))
     for frame in frames:
         hashed.update(frame)
-    return hashed.digest()
+    content = head + len(frames[0]).to_bytes(8, "little") + hashed.digest()
+    return hashlib.blake2b(content, digest_size=_PROOF_BYTES, key=key).digest()
+
+
+@functools.lru_cache(maxsize=8)
+def _seed(key: bytes) -> int:
+    """Return the seed of the hash of a message, which only programs with the key know."""
+    digest = hashlib.blake2b(key=key, digest_size=8, person=b"dlrover-ps-seed").digest()
+    return int.from_bytes(digest, "little")

@@ -36,15 +36,17 @@ printf '{"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredentia
     ("script", "words"),
     [
         ("echo 'please log in' >&2; exit 3", "please log in"),
-        ("echo hello", "expected an ExecCredential of client.authentication.k8s.io/v1"),
+        ("echo hello", "ExecCredential of client.authentication.k8s.io/v1 as JSON, found 6 bytes"),
+        (GIVES_TOKEN.replace("}}'", "}'"), "as JSON, found [0-9]+ bytes of another form"),
         (GIVES_TOKEN.replace("token", "nothing"), "it returned neither a token nor a key"),
     ],
 )
 async def test_a_plugin_that_fails_is_quoted(home: Path, script: str, words: str) -> None:
-    (home / "said").write_text("x")
+    (home / "said").write_text("hunter2")
     path = write_kubeconfig(home / "config", SERVER, plugin(home / "plugin", script))
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=words) as told:
         await KubeClient.connect(kubeconfig=path)
+    assert "hunter2" not in str(told.value)
 
 
 async def test_a_plugin_is_asked_again_when_its_token_is_refused(

@@ -349,7 +349,8 @@ async def test_a_session_ends_after_an_hour_and_when_its_viewer_leaves(bed: Bed)
 
 
 @pytest.mark.parametrize(
-    "origin", ["", "null", "http://evil.example", "http://127.0.0.1:1", f"http://{HOST}.evil"]
+    "origin",
+    ["", "null", "http://evil.example", "http://127.0.0.1:1", f"http://{HOST}.evil", "http://["],
 )
 async def test_another_site_can_neither_enter_nor_leave_for_a_viewer(bed: Bed, origin: str) -> None:
     browser = await bed.viewer(ANN)

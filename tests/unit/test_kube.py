@@ -38,7 +38,13 @@ from dlrover_py.kubernetes.errors import (
 from dlrover_py.kubernetes.kinds import DEPLOYMENTS, ELASTICJOBS, NODES, PODS, SECRETS
 from dlrover_py.kubernetes.watch import ClientTimes, WatchState
 from dlrover_py.kubernetes.wire import cut_at, split_lines, warnings_in, watch_event
-from dlrover_py.protocol.errors import ConfigError, ExitCode, TransientError, UnauthorizedError
+from dlrover_py.protocol.errors import (
+    ConfigError,
+    DLRoverError,
+    ExitCode,
+    TransientError,
+    UnauthorizedError,
+)
 from tests.certificates import Certificates, issue
 from tests.fakes_kube import FakeCluster, write_kubeconfig
 
@@ -303,6 +309,24 @@ async def test_a_bad_kubeconfig_is_named(home: Path, text: str, words: str) -> N
         await KubeClient.connect(kubeconfig=path)
     assert str(path) in str(told.value)
     assert words in str(told.value)
+
+
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        {"server": "https://me:hunter2@127.0.0.1:1"},
+        {"server": "https://127.0.0.1:1", "proxy-url": "socks5://me:hunter2@127.0.0.1:1"},
+        {"server": "https://10.9.9.9:1", "proxy-url": "http://me:hunter2@127.0.0.1:none"},
+    ],
+)
+async def test_no_error_shows_a_password(home: Path, cluster: dict[str, Any]) -> None:
+    """Not that of the server, and not that of the proxy; the first one was a traceback."""
+    path = write_kubeconfig(home / "config", cluster, {"token": "t"})
+    with pytest.raises(DLRoverError) as told:
+        async with await KubeClient.connect(kubeconfig=path) as api:
+            await api.get(PODS, "x", "default")
+    assert "127.0.0.1" in str(told.value)
+    assert "hunter2" not in str(told.value)
 
 
 async def test_nothing_says_where_the_cluster_is(home: Path) -> None:

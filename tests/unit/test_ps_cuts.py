@@ -334,7 +334,10 @@ def test_a_cut_that_nobody_waits_for_is_given_up(tmp_path: Path) -> None:
 @pytest.mark.parametrize("end", [".safetensors", ".pt", ".parquet"])
 def test_rows_are_exported(saved: tuple[Path, list[list[Any]]], tmp_path: Path, end: str) -> None:
     cuts, after = saved
-    out = tmp_path / f"tables{end}"
+    out, precious = tmp_path / f"tables{end}", tmp_path / "thesis.tex"
+    precious.write_text("precious")
+    # Another user may have put a link here, if all can write to the folder.
+    (tmp_path / f".tables{end}.part").symlink_to(precious)
     result = CliRunner().invoke(ps_command, ["export", str(cuts), "--to", str(out)])
     assert result.exception is None, result
     assert "209 rows of 3 tables, step 2" in result.output
@@ -361,6 +364,12 @@ def test_rows_are_exported(saved: tuple[Path, list[list[Any]]], tmp_path: Path, 
     assert [found["count"][id_] for id_ in IDS[:9].tolist()] == after[0][1][:9]
     assert len(found["count"]) == 9
     assert not found["empty"]
+    assert precious.read_text() == "precious"
+    assert {path.name for path in tmp_path.iterdir()} == {
+        out.name,
+        precious.name,
+        f".tables{end}.part",
+    }
 
 
 def test_what_cannot_be_exported(saved: tuple[Path, Any], tmp_path: Path) -> None:

@@ -15,9 +15,10 @@ from dlrover_py.ps import messages as m
 from dlrover_py.ps import specs, wire
 from dlrover_py.ps.client import PsClient
 from dlrover_py.ps.cluster_map import ClusterMap, Placement
+from dlrover_py.ps.connections import Connections
 from dlrover_py.ps.settings import Settings, read_access, write_access
 from dlrover_py.ps.specs import TableSpec
-from dlrover_py.ps.wire import JobAccess, WireError
+from dlrover_py.ps.wire import JobAccess, UnprovenError, WireError
 from tests.ps_threads import client, servers
 
 KEY = JobAccess("job", "tcp://x", "token").key
@@ -59,14 +60,15 @@ def changed(frames: list[bytes], at: int, replacement: bytes) -> list[bytes]:
 
 GOOD = sent(PUSH, [("t", [IDS, GRADS])])
 OTHER_JOB = JobAccess("other", "tcp://x", "token").key
-NEXT_VERSION = GOOD[0][:4] + b"\x04" + GOOD[0][5:]
+NEXT_VERSION = GOOD[0][:4] + b"\x05" + GOOD[0][5:]
 WRONG = [
     (sent(PUSH, [], OTHER_JOB), "another job"),
-    (changed(GOOD, 0, NEXT_VERSION), "expected version 3 .* found 4"),
+    (changed(GOOD, 0, NEXT_VERSION), "expected version 4 .* found 5"),
     (changed(GOOD, 0, b"HTTP" + GOOD[0][4:]), "DLRover-Py's"),
-    (changed(GOOD, 2, GOOD[2][:-1] + b"\xff"), "checksum"),
-    (changed(GOOD, 1, GOOD[1][:-1]), "checksum"),
-    (GOOD[:-1], "checksum"),
+    (changed(GOOD, 2, GOOD[2][:-1] + b"\xff"), "damaged"),
+    (changed(GOOD, 1, GOOD[1][:-1]), "damaged"),
+    (GOOD[:-1], "damaged"),
+    (changed(GOOD, 0, GOOD[0][:-1]), "a prelude"),
     (GOOD[:1], "a prelude"),
     ([], "a prelude"),
     ([b"", *GOOD], "a prelude"),
@@ -75,7 +77,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("frames", "words"), WRONG)
 def test_a_wrong_message_is_refused_with_words(frames: list[bytes], words: str) -> None:
-    with pytest.raises(WireError, match=words):
+    with pytest.raises(UnprovenError, match=words):
         wire.decode(frames, KEY)
 
 
@@ -87,23 +89,35 @@ def test_no_damaged_message_is_taken(noise: list[bytes], at: int, flip: int) -> 
     frames = [bytearray(frame) for frame in GOOD]
     frame = frames[at % len(frames)]
     frame[at % len(frame)] ^= flip
-    if frames[0][6:8] == GOOD[0][6:8]:  # these two bytes are for later versions
-        with pytest.raises(WireError):
-            wire.decode(frames, KEY)
+    with pytest.raises(WireError):
+        wire.decode(frames, KEY)
 
 
 @given(st.dictionaries(st.text(max_size=5), st.integers(0, 99) | st.text()), st.binary(max_size=40))
 @example({}, b"\x93\xa1\x80\xc0\x90")  # its kind is no UTF-8
 @settings(max_examples=50, deadline=None)
 def test_a_body_of_another_form_is_refused(fields: Any, noise: bytes) -> None:
-    """The checksum is right here: a program with the token may have a bug."""
+    """The proof is right here: a program with the token may have a bug."""
     import msgspec
 
     for body in (noise, msgspec.msgpack.encode(["Push", fields, []]),
                  msgspec.msgpack.encode(["Push", fields, [["t", [["<f4", [-1]]]]]])):  # fmt: skip
-        prelude = GOOD[0][:8] + wire.checksum([body]) + GOOD[0][16:]
-        with pytest.raises(WireError, match=r"malformed|a known kind|another number"):
-            wire.decode([prelude, body], KEY)
+        head = GOOD[0][:8]
+        with pytest.raises(WireError, match=r"malformed|a known kind|another number") as refused:
+            wire.decode([head + wire.proof(head, [body], KEY), body], KEY)
+        assert not isinstance(refused.value, UnprovenError)
+
+
+def test_no_message_has_the_key_or_is_proven_for_another_content() -> None:
+    """A message may be read by a program that listens at the address of a dead server."""
+    answer = sent(m.Unreadable("words"), [])
+    for frames in (GOOD, answer):
+        assert KEY not in b"".join(frames)
+    with pytest.raises(UnprovenError):
+        wire.decode([answer[0], *GOOD[1:]], KEY)
+    # The same bytes, divided in another way.
+    with pytest.raises(UnprovenError):
+        wire.decode([GOOD[0], GOOD[1] + GOOD[2][:1], GOOD[2][1:], *GOOD[3:]], KEY)
 
 
 @pytest.fixture(scope="module")
@@ -124,9 +138,8 @@ def test_a_server_applies_nothing_of_what_it_refuses(access: JobAccess) -> None:
         placement = worker.map.placements[0]
         socket.linger = 0
         socket.connect(worker.map.servers[placement.primary])
-        for frames, _ in WRONG[:-2]:
+        for frames, _ in WRONG[:-2]:  # the next answer is that to a later message
             socket.send_multipart(frames)
-            assert isinstance(wire.decode(socket.recv_multipart(), access.key)[0], m.Unreadable)
         buckets = tuple(range(8))
         epoch = worker.map.epoch
         wrong: list[tuple[Any, str]] = [
@@ -176,6 +189,51 @@ def test_a_worker_of_another_job_is_refused(access: JobAccess) -> None:
         PsClient(other, "w", timeout_s=60)
 
 
+def test_a_stranger_gets_nothing_that_proves_anything(access: JobAccess) -> None:
+    """The answer to a byte had the key of the job."""
+    with client(access) as worker, zmq.Context() as context:
+        addresses = [access.address, *worker.map.servers.values()]
+        for address in addresses:
+            with context.socket(zmq.DEALER) as stranger:
+                stranger.linger = 0
+                stranger.connect(address)
+                for frames in ([b"x"], [b"", b""], *(frames for frames, _ in WRONG[:-2])):
+                    stranger.send_multipart(frames)
+                # Only the coordinator answers strangers: its answer to a program of the job is the
+                # first of a server's.
+                stranger.send_multipart(sent(m.Push("z", 1, 0, 1, (99,)), [], access.key))
+                proven = False
+                while not proven:
+                    assert stranger.poll(20_000)
+                    got = stranger.recv_multipart()
+                    assert access.key not in b"".join(got)
+                    try:
+                        wire.decode(got, access.key)
+                        proven = True
+                    except UnprovenError:
+                        assert address == access.address
+
+
+def test_a_program_at_the_address_of_a_dead_server_learns_and_ends_nothing() -> None:
+    lines = Connections("tcp://127.0.0.1:1", KEY)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as rogue:
+        rogue.linger = 0
+        port = rogue.bind_to_random_port("tcp://127.0.0.1")
+        lines.send("s0", f"tcp://127.0.0.1:{port}", PUSH, [("t", [IDS, GRADS])])
+        assert rogue.poll(20_000)
+        route, *frames = rogue.recv_multipart()
+        assert KEY not in b"".join(frames)
+        rogue.send_multipart([route, b"x"])
+        rogue.send_multipart([route, *sent(m.Unreadable("ends the training"), [], OTHER_JOB)])
+        rogue.send_multipart([route, *frames])  # all that it can prove is what was sent to it
+        got: list[Any] = []
+        while not got:
+            lines.poll(20.0)
+            got = [message for message, _ in lines.received()]
+    lines.close(0)
+    assert got == [PUSH]
+
+
 def test_a_newer_worker_ends_the_rights_of_an_older_one(access: JobAccess) -> None:
     with client(access, "w2") as old:
         old.create(TABLE)
@@ -206,8 +264,8 @@ def test_strangers_fill_no_log(tmp_path: Path, caplog: pytest.LogCaptureFixture)
         stranger.connect(address)
         for _ in range(50):
             stranger.send_multipart(sent(PUSH, []))
-            assert stranger.poll(20_000)
-            stranger.recv_multipart()
+        stranger.send_multipart(sent(m.Pull(0, 1, (99,), {}), [], access.key))
+        assert stranger.poll(20_000)  # it has read them all
         context.destroy(linger=0)
     assert len([r for r in caplog.records if "message was refused" in r.getMessage()]) <= 1
 

@@ -730,6 +730,28 @@ def test_a_directory_that_might_be_another_is_refused(given: str, why: str) -> N
         CheckpointDirectory(os.fsdecode(given))
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        "ftp://me:hunter2@nas/run",
+        "s3://AKIA:hunter2@bucket/run-1",
+        "S3://:hunter2@bucket",
+        "sftp://me:hunt@hunter2@nas/" + "d" * 300,
+        "x" * 70 + "://me:hunter2@nas/run",
+    ],
+)
+def test_a_password_in_an_address_is_refused_and_not_shown(given: str) -> None:
+    """An address is in the status, in events and logs, and in the command lines of processes."""
+    with pytest.raises(ConfigError, match=r"it has a password.*FSSPEC_FTP_PASSWORD") as refused:
+        address(given)
+    assert "hunt" not in str(refused.value)
+
+
+def test_an_address_with_a_user_or_an_at_has_no_password(tmp_path: Path) -> None:
+    for text in ("ftp://me@nas/run", "s3://bucket/a:b@c", f"{tmp_path}/a:b@c"):
+        assert address(text) == text
+
+
 # --- retention ---
 
 

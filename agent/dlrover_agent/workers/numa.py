@@ -172,7 +172,8 @@ def _gpus(root: Path) -> list[_Gpu]:
     """
     found = []
     for folder in sorted(root.glob("proc/driver/nvidia/gpus/*:*")):  # fixed-width hexadecimal
-        fields = dict(re.findall(r"(.+?):[ \t]*(.*)", _read(folder / "information")))
+        lines = re.findall(r"(.+?):(.*)", _read(folder / "information"))
+        fields = {name: value.strip() for name, value in lines}
         node = int(_read(root / f"sys/bus/pci/devices/{folder.name}/numa_node"))
         # -1: the firmware does not name the node. Like torch, take node 0, which always exists.
         gpu = _Gpu(max(node, 0), fields.get("GPU UUID", ""), fields.get("Model", ""))
