@@ -48,9 +48,13 @@ log = logging.getLogger("storage")
 
 LEASE_FILE = "dlrover.json"
 """Name of the file that holds the writer lease."""
-LEASE_S = 30.0
-"""Seconds, by the own clock, after which an unchanged lease of another host has expired."""
-RENEW_S = 8.0
+LEASE_S = 20.0
+"""Seconds, by the own clock, after which an unchanged lease of another host has expired.
+
+It is well below the default grace period (30 s), so that a short run stores its last checkpoint
+though the run before it was killed on another host.
+"""
+RENEW_S = 6.0
 """Seconds between two renewals of a writer lease."""
 RENEW_FOR_OTHERS_S = 2 * RENEW_S
 """Seconds after which other writers of the job renew an unchanged lease, well before it expires."""
