@@ -842,15 +842,7 @@ def address(where: str | os.PathLike[str]) -> str:
 
     if not text.strip():
         raise refuse("it is empty; expected a path, or an address such as s3://bucket/run-1")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise refuse(
-            "its name is no UTF-8, so it cannot be sent to other programs of the job; rename it, "
-            "or make a link to it"
-        ) from None
-    if not text.isprintable():
-        raise refuse("its name has characters that cannot be printed; rename it")
+    _check_characters(text, "its name", refuse)
     protocol, colon, rest = text.partition(":")
     if colon and re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]+", protocol) and rest.startswith("/"):
         if not rest.startswith("//"):
@@ -872,9 +864,35 @@ def address(where: str | os.PathLike[str]) -> str:
     elif "://" in text:
         raise refuse("expected an address such as s3://bucket/run-1, or a path without ://")
     try:
-        return _check_length(str(Path(text).expanduser().absolute()), refuse)
+        whole = str(Path(text).expanduser().absolute())
     except RuntimeError as error:
         raise refuse(f"{error}; give the path itself") from error
+    except FileNotFoundError as error:
+        raise refuse("the current folder was removed; give an absolute path") from error
+    _check_characters(whole, "its absolute path", refuse)  # begins in the current folder or at home
+    return _check_length(whole, refuse)
+
+
+def _check_characters(text: str, which: str, refuse: Callable[[str], ConfigError]) -> None:
+    """Check that other programs and people can read a name.
+
+    Args:
+        text: the name.
+        which: what it is, for the message.
+        refuse: makes the error from its reason.
+
+    Raises:
+        ConfigError: the name is not UTF-8, or cannot be printed.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise refuse(
+            f"{which} is no UTF-8, so it cannot be sent to other programs of the job; rename it, "
+            "or make a link to it"
+        ) from None
+    if not text.isprintable():
+        raise refuse(f"{which} has characters that cannot be printed; rename it")
 
 
 def _check_length(text: str, refuse: Callable[[str], ConfigError]) -> str:
