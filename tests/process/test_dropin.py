@@ -374,7 +374,9 @@ def test_another_job_at_the_endpoint_is_refused(group: Group) -> None:
     eventually(lambda: group.runs[host].poll() is None and listens(group.port), "the endpoint")
     other = group.start(*common, "--rdzv-id=b", script)
     assert group.wait(other) == 1
-    assert "runs another job: expected --rdzv-id=b" in "".join(group.lines[other])
+    said = "".join(group.lines[other])
+    assert "runs another job: expected --rdzv-id=b" in said
+    assert "a port of its own for each job in --rdzv-endpoint" in said
 
 
 def test_a_node_with_another_number_of_nodes_is_warned(group: Group) -> None:
