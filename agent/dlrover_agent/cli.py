@@ -281,7 +281,8 @@ def _run_without_platform(flags: Flags, settings: Settings, command: Command) ->
         raise ConfigError(
             f"the program at {agent_settings.master_addr} is no master of this job, or runs "
             f"another job: expected --rdzv-id={endpoint.run_id} there as well, and the same token "
-            "on all nodes if DLROVER_TOKEN_FILE is set; the token was not sent"
+            "on all nodes if DLROVER_TOKEN_FILE is set, or a port of its own for each job in "
+            "--rdzv-endpoint; the token was not sent"
         ) from error
 
 

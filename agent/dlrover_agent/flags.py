@@ -105,6 +105,8 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         message = name_variables(message, self.variables)
+        if message.endswith(": ''"):
+            message += "; a variable of the shell may be empty"
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
@@ -359,6 +361,16 @@ REFUSED: Mapping[str, str] = {
 """Flags of DLRover (its docs/deployment/argument.md) that are refused, with what to do instead."""
 
 
+OF_PYTHON = {
+    "-u": "leave it out, because workers run with it",
+    "-B": "set PYTHONDONTWRITEBYTECODE=1 in its place",
+    "-O": "set PYTHONOPTIMIZE=1 in its place",
+    "-W": "set PYTHONWARNINGS in its place",
+    "-X": "set the variable of the option in its place, such as PYTHONFAULTHANDLER=1",
+}
+"""Flags of ``python`` that may stand behind a command that was ``python``, with what to do."""
+
+
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Flags:
     """Parse the command line; exit with 2 if it is wrong, as torchrun does.
 
@@ -419,6 +431,8 @@ def _unknown(flag: str) -> str:
 
     A child process may be asked whether torchrun knows the flag, for at most ``TORCH_S`` seconds.
     """
+    if instead := OF_PYTHON.get(flag[:2]):
+        return f"{flag} is a flag of Python, which elastic-run starts by itself: {instead}"
     name = flag.partition("=")[0]
     several = commands.abbreviated(name)
     if several:

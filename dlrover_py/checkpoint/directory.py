@@ -49,9 +49,13 @@ log = logging.getLogger("storage")
 
 LEASE_FILE = "dlrover.json"
 """Name of the file that holds the writer lease."""
-LEASE_S = 30.0
-"""Seconds, by the own clock, after which an unchanged lease of another host has expired."""
-RENEW_S = 8.0
+LEASE_S = 20.0
+"""Seconds, by the own clock, after which an unchanged lease of another host has expired.
+
+It is well below the default grace period (30 s), so that a short run stores its last checkpoint
+though the run before it was killed on another host.
+"""
+RENEW_S = 6.0
 """Seconds between two renewals of a writer lease."""
 RENEW_FOR_OTHERS_S = 2 * RENEW_S
 """Seconds after which other writers of the job renew an unchanged lease, well before it expires."""
@@ -840,15 +844,7 @@ def address(where: str | os.PathLike[str]) -> str:
 
     if not text.strip():
         raise refuse("it is empty; expected a path, or an address such as s3://bucket/run-1")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise refuse(
-            "its name is no UTF-8, so it cannot be sent to other programs of the job; rename it, "
-            "or make a link to it"
-        ) from None
-    if not text.isprintable():
-        raise refuse("its name has characters that cannot be printed; rename it")
+    _check_characters(text, "its name", refuse)
     if public != text:
         raise refuse(
             "it has a password, which commands, events and logs would show; put it into the "
@@ -875,9 +871,35 @@ def address(where: str | os.PathLike[str]) -> str:
     elif "://" in text:
         raise refuse("expected an address such as s3://bucket/run-1, or a path without ://")
     try:
-        return _check_length(str(Path(text).expanduser().absolute()), refuse)
+        whole = str(Path(text).expanduser().absolute())
     except RuntimeError as error:
         raise refuse(f"{error}; give the path itself") from error
+    except FileNotFoundError as error:
+        raise refuse("the current folder was removed; give an absolute path") from error
+    _check_characters(whole, "its absolute path", refuse)  # begins in the current folder or at home
+    return _check_length(whole, refuse)
+
+
+def _check_characters(text: str, which: str, refuse: Callable[[str], ConfigError]) -> None:
+    """Check that other programs and people can read a name.
+
+    Args:
+        text: the name.
+        which: what it is, for the message.
+        refuse: makes the error from its reason.
+
+    Raises:
+        ConfigError: the name is not UTF-8, or cannot be printed.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise refuse(
+            f"{which} is no UTF-8, so it cannot be sent to other programs of the job; rename it, "
+            "or make a link to it"
+        ) from None
+    if not text.isprintable():
+        raise refuse(f"{which} has characters that cannot be printed; rename it")
 
 
 def _check_length(text: str, refuse: Callable[[str], ConfigError]) -> str:

@@ -609,7 +609,9 @@ class WriteAttempt:
         except DirectoryClaimedError as error:
             if error.is_alive and not request.without_master:
                 raise
-            self._set_activity(str(error))
+            if self._activity[0] != str(error):
+                self._set_activity(str(error))
+                self._reply(PersistPhase.WRITING, why=f"waits for the end of its lease: {error}")
             if error.is_alive and error.job.partition("/")[0] == request.job:
                 self._set_activity("another node of this job is storing its state")
                 self._progressed_at = time.monotonic()  # its write has limits of its own

@@ -15,6 +15,7 @@ import yaml
 from dlrover_py.checkpoint.directory import address
 from dlrover_py.kubernetes.json_yaml import Loader, fault
 from dlrover_py.process.blocking import read_at_most
+from dlrover_py.protocol import names
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import (
     SERVER_TEMPLATE,
@@ -54,6 +55,14 @@ def load(path: Path) -> JobDocument:
     text = _text(path, name)
     parsed = _parsed(name, text)
     root, document = parsed[0]
+    kinds = [one.get("kind") if isinstance(one, dict) else None for _, one in parsed]
+    others = [at for at, kind in enumerate(kinds) if kind != names.KIND]
+    if others and len(others) < len(kinds):
+        with _with_line_numbers(name, parsed[others[0]][0]):
+            raise ConfigError(
+                f"found {kinds[others[0]]} beside the job: expected an {names.KIND} alone, because "
+                "`job run` makes no objects of a cluster"
+            )
     with _with_line_numbers(name, parsed[-1][0]):
         if len(parsed) > 1:
             raise ConfigError(

@@ -366,7 +366,7 @@ class PersistProgress(Wire):
     phase: PersistPhase = PersistPhase.WRITING
     """The progress of that request."""
     why: Words = ""
-    """What failed, in words; empty if nothing did."""
+    """What failed, or what a write waits for, in words; empty if there is nothing to say."""
 
 
 class StoredCheckpoint(CheckpointReference):

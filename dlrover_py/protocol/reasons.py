@@ -466,7 +466,9 @@ class EventReason(StrEnum):
     """A round ran for ``forgive_after_s`` with new steps: all restart budgets are full again."""
     NODES_MISSING = "NodesMissing"
     """Warning: Too few nodes have joined for 10 s, then 60 s, 360 s …, where nodes start by
-    themselves. The message says which nodes are present, or which node ranks are missing."""
+    themselves. The message says which nodes are present, or which node ranks are missing. Where the
+    job creates its nodes: some run for 60 s, then 360 s …, and have not joined. Their command may
+    wait for something, or starts no ``elastic-run``."""
     RENDEZVOUS_TIMEOUT = "RendezvousTimeout"
     """Warning: There were too few nodes for ``DLROVER_MASTER_JOIN_TIMEOUT_S``. It is not set on
     Kubernetes, where ``pendingTimeoutSeconds`` has this purpose."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from dlrover_py.checkpoint import shm
 from dlrover_py.process.ownership import is_own
+from dlrover_py.protocol import names
 from dlrover_py.protocol.checkpoint_id import CheckpointId
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.names import Round, Step, Timeline
@@ -204,8 +205,13 @@ class WorkerContext:
         if number == 0:
             try:
                 self.memory = StandaloneMemory(root, self.job, self.node)
-            except (OSError, ConfigError) as error:
-                problem = f"{type(error).__name__}: {error}"
+            except ConfigError as error:
+                problem = str(error)
+            except OSError as error:
+                problem = (
+                    f"{error.filename or root}: {error.strerror or error}; expected a folder of a "
+                    f"tmpfs that can be written to: {names.ENV_SHM_DIR} can name another one"
+                )
             if stores and not problem:
                 self.persister = StandalonePersister(answered)
         if problems := [text for text in self.gather(problem) if text]:

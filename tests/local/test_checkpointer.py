@@ -215,6 +215,14 @@ def test_alone_it_leaves_nothing_behind_when_it_is_killed(tmp_path: Path) -> Non
     nothing_is_left(tmp_path)
 
 
+def test_a_memory_folder_that_cannot_be_used_is_told_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = ran("keep_in_memory", DLROVER_SHM_DIR=str(tmp_path / "file"))
+    assert done.returncode == 1
+    assert ": Not a directory; expected a folder of a tmpfs that can be written to" in done.stderr
+    assert "DLROVER_SHM_DIR can name another one" in done.stderr
+
+
 def nothing_is_left(folder: Path) -> None:
     """In a moment."""
     pause = threading.Event()

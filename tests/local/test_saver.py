@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from dlrover_agent.checkpoint.saver import PersisterClient
 from dlrover_agent.child_processes import ChildRegistry
 from dlrover_py.protocol.agents import PersistPhase
@@ -101,6 +103,32 @@ async def test_a_persister_that_is_stopped_is_woken() -> None:
     heard.persister.say(order("a2"))
     await heard.until(lambda a: a.attempt == "a2")
     await heard.persister.close()
+
+
+@pytest.mark.parametrize("written", [True, False], ids=["written", "nothing written"])
+async def test_a_persister_that_has_written_ends_by_itself_and_gives_its_leases_back(
+    written: bool, tmp_path: Path
+) -> None:
+    gone = tmp_path / "gone"
+    heard = Heard(argv=(*PERSISTER, "leave", str(gone)))
+    if written:
+        heard.persister.say(order("a1"))
+        await heard.until(lambda a: a.phase is PersistPhase.DONE)
+    else:
+        heard.persister.start()
+    await heard.persister.close()
+    assert gone.exists() is written
+    assert not heard.children.non_worker_pids
+
+
+async def test_a_persister_that_is_stopped_does_not_hold_up_the_end() -> None:
+    heard = Heard(argv=(*PERSISTER, "leave", "/dev/null"), wake_interval_s=600.0)
+    heard.persister.say(order("a1"))
+    await heard.until(lambda a: a.phase is PersistPhase.DONE)
+    (session,) = heard.children.sessions
+    session.signal(signal.SIGSTOP)
+    await heard.persister.close()
+    assert not heard.children.non_worker_pids
 
 
 async def test_a_program_that_cannot_be_started_is_told() -> None:

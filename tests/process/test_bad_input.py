@@ -186,6 +186,8 @@ def test_a_fault_in_the_job_file_is_named_with_its_line(
         (GOOD.replace("spec:", "spec: [", 1), ": not valid YAML: "),
         (GOOD.replace("  name: job", "\tname: job"), ":4: not valid YAML: found character '\\t'"),
         (GOOD + "---\n" + GOOD, ":15: found 2 jobs, expected one"),
+        ("kind: ConfigMap\n---\n" + GOOD, ":1: found ConfigMap beside the job: expected an Elast"),
+        (GOOD + "---\nkind: Secret\n", ":15: found Secret beside the job: expected an Elast"),
         ("a: !!python/object/apply:os.system ['touch pwned']", ":1: not valid YAML: "),
         ("a: *unknown", ":1: not valid YAML: "),
         (b"\xff\xfe\x00binary", ": it is not UTF-8 text"),
@@ -436,6 +438,9 @@ def test_what_elastic_run_cannot_use_is_said_and_nothing_is_started(place: Place
         (1, ["train.py"], {"PET_MODULE": "yes"}, "PET_MODULE is 'yes': expected 0 or 1"),
         (2, [*alone], {}, "the following arguments are required: training_script"),
         (2, ["--max-restarts=x", "train.py"], {}, "invalid int value: 'x'"),
+        (2, ["--node-rank=", "train.py"], {}, "value: ''; a variable of the shell may be empty"),
+        (2, ["-u", "train.py"], {}, "-u is a flag of Python, which elastic-run starts by itself: "),
+        (2, ["-Wignore", "train.py"], {}, "by itself: set PYTHONWARNINGS in its place"),
         (2, ["--frob", "train.py"], {}, "unknown flag --frob: neither torchrun nor DLRover"),
         (
             2,

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dlrover_py.checkpoint.directory import CheckpointDirectory
+from dlrover_py.checkpoint.directory import LEASE_FILE, CheckpointDirectory, DirectoryOwner
 from tests.process.harness import Place, alive, carrying, document, eventually, free_port
 from tests.programs import PROGRAMS
 
@@ -374,7 +374,9 @@ def test_another_job_at_the_endpoint_is_refused(group: Group) -> None:
     eventually(lambda: group.runs[host].poll() is None and listens(group.port), "the endpoint")
     other = group.start(*common, "--rdzv-id=b", script)
     assert group.wait(other) == 1
-    assert "runs another job: expected --rdzv-id=b" in "".join(group.lines[other])
+    said = "".join(group.lines[other])
+    assert "runs another job: expected --rdzv-id=b" in said
+    assert "a port of its own for each job in --rdzv-endpoint" in said
 
 
 def test_a_node_with_another_number_of_nodes_is_warned(group: Group) -> None:
@@ -735,6 +737,27 @@ def test_a_signal_before_anything_can_be_stored(place: Place, grace_s: str) -> N
     stored = CheckpointDirectory(place.folder / "store").checkpoints()
     assert bool(stored) is (grace_s == "60"), err
     assert ("checkpoint_not_stored" in err) is (grace_s != "60"), err
+
+
+def test_a_short_run_outlives_the_lease_of_one_that_was_killed_elsewhere(place: Place) -> None:
+    """A requeued job that had little left to do ended with code 0, and stored nothing."""
+    script = place.script(PROGRAMS / "save_until_stopped.py")
+    folder = place.folder / "store"
+    folder.mkdir()
+    CheckpointDirectory(folder).acquire_lease(DirectoryOwner("1" * 16), "a1", shared=True)
+    lease = json.loads((folder / LEASE_FILE).read_bytes()) | {"host": "another"}
+    (folder / LEASE_FILE).write_text(json.dumps(lease))
+    run = place.popen(
+        *("elastic-run", "--standalone", str(script)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert run.stdout is not None
+    assert run.stdout.readline() == "step 1\n"
+    run.send_signal(signal.SIGTERM)
+    _, err = run.communicate(timeout=150)
+    assert CheckpointDirectory(folder).checkpoints(), err
+    assert not (folder / LEASE_FILE).exists(), "the next run waits for nothing"
 
 
 def test_the_id_of_an_endpoints_job_is_in_no_file_beside_its_checkpoints(place: Place) -> None:

@@ -440,6 +440,8 @@ def test_survivors_store_once_when_the_job_renews_its_lease_no_more(tmp_path: Pa
     first, second = survivor("n1"), survivor("n2")
     assert next(looks) >= 40, "the lost node could have renewed the lease"
     assert [a.phase for a in (first[-1], second[-1])] == [PersistPhase.DONE] * 2
+    waits = [a for a in first if "waits for the end of its lease" in a.why]
+    assert [a.phase for a in waits] == [PersistPhase.WRITING], "once, in words"
     assert first[-1].stored == second[-1].stored
     (only,) = CheckpointDirectory(place).checkpoints()
     assert (only.job, only.step, only.term) == (JOB, 7, 3)

@@ -3,6 +3,7 @@
 python persister.py echo         says what it was sent; ends with code 3 if the folder is "die"
 python persister.py odd          says much that makes no sense, and then what is good
 python persister.py done [GATES] each order is done, once GATES/ATTEMPT exists if it is given
+python persister.py leave FILE   each order is done; makes FILE when its input has ended
 """
 
 import json
@@ -49,15 +50,19 @@ def odd(line: bytes) -> None:
 def done(line: bytes) -> None:
     request = read_line(line)
     assert isinstance(request, WriteRequest)
-    while sys.argv[2:] and not Path(sys.argv[2], request.attempt).exists():
+    while (
+        sys.argv[1] == "done" and sys.argv[2:] and not Path(sys.argv[2], request.attempt).exists()
+    ):
         time.sleep(0.01)
     sys.stdout.buffer.write(WriteReply(attempt=request.attempt, phase=PersistPhase.DONE).encode())
     sys.stdout.flush()
 
 
-WAYS: dict[str, Callable[[bytes], None]] = {"echo": echo, "odd": odd, "done": done}
+WAYS: dict[str, Callable[[bytes], None]] = {"echo": echo, "odd": odd, "done": done, "leave": done}
 
 if __name__ == "__main__":
     for line in sys.stdin.buffer:
         if line.strip():
             WAYS[sys.argv[1]](line)
+    if sys.argv[1] == "leave":
+        Path(sys.argv[2]).touch()

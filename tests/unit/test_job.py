@@ -1589,6 +1589,39 @@ def test_a_node_that_is_there_and_not_ready_yet_is_not_missed() -> None:
     assert [e for e in bench.job.state.events if e.reason == "NodesMissing"] == []
 
 
+def test_a_command_that_runs_and_never_joins_is_told_of() -> None:
+    """A command that waited for the master of a PyTorchJob stood still without a word."""
+    bench = Bench(elastic_job(3))
+    bench.step()
+    for node in ("n0", "n1"):
+        bench.step(NodeSeen(NodeId(node), near=True))
+    bench.step(NodeSeen(NodeId("n2"), near=True, runs=False, message="its image is pulled"))
+
+    def told() -> list[str]:
+        return [e.message for e in bench.job.state.events if e.reason == "NodesMissing"]
+
+    bench.pass_time(59.0)
+    assert told() == []
+    bench.pass_time(2.0)
+    assert len(told()) == 1
+    assert told()[0].startswith("n0, n1 run, but have not joined the job, after 60 s (the job st")
+    assert "does the command reach elastic-run?" in told()[0]
+    bench.pass_time(290.0)
+    assert len(told()) == 1
+    bench.pass_time(20.0)
+    assert len(told()) == 2
+
+
+def test_a_command_that_was_started_at_the_last_look_is_not_told_of() -> None:
+    bench = Bench(elastic_job(1))
+    bench.step()
+    bench.step(NodeSeen(NodeId("n0"), near=True, runs=False, message="its image is pulled"))
+    bench.pass_time(59.0)
+    bench.step(NodeSeen(NodeId("n0"), near=True))
+    bench.pass_time(20.0)
+    assert "NodesMissing" not in bench.reasons()
+
+
 def test_the_end_of_the_masters_node_is_the_jobs_failure() -> None:
     bench = without_platform(1, 2)
     come(bench, "n0", "n1")

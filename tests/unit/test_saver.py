@@ -355,6 +355,25 @@ async def test_a_node_that_has_the_whole_state_stores_it_without_a_master(
     await desk.saver.close()
 
 
+async def test_what_a_write_waited_for_is_why_it_was_not_stored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    desk = Desk(tmp_path)
+    path = desk.saver.path
+    assert path is not None
+    slot(path, "0.1", 0, 6)
+    desk.saver.persister.say = lambda document, **_: None  # type: ignore[method-assign]
+    desk.saver.stores(CheckpointTarget(dir="/x"))
+    order = PersistRequest(attempt="a1", step=6, round=1, world=2, ranks=[0])
+    desk.saver.assigned(Assignment(**FACTS, persist=order))
+    desk.saver.answered(WriteReply(attempt="a1", why="waits for the end of its lease: /x is gpt's"))
+    with caplog.at_level("WARNING"):
+        desk.saver.warn_of_unwritten()
+    (said,) = caplog.records
+    assert said.__dict__["why"] == "waits for the end of its lease: /x is gpt's"
+    await desk.saver.close()
+
+
 @pytest.mark.parametrize(
     ("common", "round_number", "why"),
     [("", 2, "only a part"), ("a", 3, "of an earlier round"), ("b", 2, "of an earlier round")],

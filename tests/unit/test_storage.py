@@ -752,6 +752,27 @@ def test_an_address_with_a_user_or_an_at_has_no_password(tmp_path: Path) -> None
         assert address(text) == text
 
 
+@pytest.mark.parametrize(
+    ("folder", "why"),
+    [
+        (b"caf\xe9", "its absolute path is no UTF-8"),
+        (b"a\nb", "its absolute path has characters that cannot be printed"),
+        (None, "the current folder was removed"),
+    ],
+)
+def test_a_relative_directory_in_a_folder_of_such_a_name_is_refused(
+    folder: bytes | None, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current = tmp_path / os.fsdecode(folder or b"gone")
+    current.mkdir()
+    monkeypatch.chdir(current)
+    if folder is None:
+        current.rmdir()
+    with pytest.raises(ConfigError, match="checkpoint directory 'ckpt': ") as refused:
+        address("ckpt")
+    assert why in str(refused.value)
+
+
 # --- retention ---
 
 

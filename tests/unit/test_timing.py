@@ -11,6 +11,7 @@ from dlrover_agent.warm.pool import BuildTiming
 from dlrover_operator.manifests import MASTER_GRACE_S
 from dlrover_py.checkpoint.directory import LEASE_S, RENEW_FOR_OTHERS_S, RENEW_S
 from dlrover_py.checkpoint.transfer import ASKED_S
+from dlrover_py.checkpoint.writer import POLL_PAUSES_S
 from dlrover_py.master.app import PUBLISH_END_S
 from dlrover_py.master.core.events import Rules
 from dlrover_py.master.core.nodes import LONGEST_EXCHANGE_S
@@ -92,6 +93,7 @@ def test_a_master_that_hangs_is_killed_before_idle_agents_give_it_up() -> None:
         (zygote.PROBE_S, BuildTiming().timeout_s, "the test of a zygote is a part of its build"),
         (BuildTiming().wake_interval_s, BuildTiming().timeout_s, "a stopped zygote is woken"),
         (RENEW_FOR_OTHERS_S + RENEW_S, LEASE_S, "another writer renews a lease before it expires"),
+        (LEASE_S + 2 * POLL_PAUSES_S[1], Rules().drain_grace_s, "a lease ends before the grace"),
         (LONGEST_EXCHANGE_S, FIRST_ANSWER_S, "the first report of an agent is answered in time"),
         (REST_S + SAVE_S, DEAD_S, "a master that waits for its journal is not dead"),
         (SAVE_S + PUBLISH_END_S, MASTER_GRACE_S, "a master that ends can write its last status"),

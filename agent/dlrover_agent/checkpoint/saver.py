@@ -77,6 +77,10 @@ RESTART_DELAYS_S = (0.0, 1.0, 5.0, 15.0, 60.0)
 ALONE_S = 120.0
 """Seconds without progress after which a write without a master fails. They include the wait for
 the writer lease of a lost node, which ends after `LEASE_S`."""
+END_OF_PATIENCE = "the grace period was over, or no master answers"
+"""Why a checkpoint was not stored, if nothing else is known."""
+LEAVE_S = 2.0
+"""Longest time in seconds that the persister has to release its writer leases at the end."""
 WAKE_S = 5.0
 """Seconds between two SIGCONT for a persister that may be stopped, while a write is open."""
 
@@ -280,10 +284,8 @@ class Saver:
             why: The reason, if no write has failed.
         """
         if (step := self.unwritten_step()) is not None:
-            progress = self._progress
-            failed = progress is not None and progress.phase is PersistPhase.FAILED
-            reason = progress.why if progress is not None and failed else self._persister.trouble
-            reason = reason or why or "the grace period was over, or no master answers"
+            told = self._progress.why if self._progress is not None else ""
+            reason = told or self._persister.trouble or why or END_OF_PATIENCE
             log.warning("checkpoint_not_stored", extra={"step": step, "why": reason})
 
     async def store_without_master(self, round_number: int, term: int) -> None:
@@ -673,6 +675,8 @@ class PersisterClient:
         """Lines for a process that is being started."""
         self._open_attempts: set[str] = set()
         """Attempts without a final reply."""
+        self._has_written = False
+        """Whether there was an attempt, so that the process may have a writer lease."""
         self._deaths = 0
         """How often the process has died in a row."""
         self._closing = False
@@ -704,6 +708,7 @@ class PersisterClient:
         """
         if isinstance(document, WriteRequest):
             self._open_attempts.add(document.attempt)
+            self._has_written = True
         running = self._task is not None and not self._task.done()
         if not running and not start:
             return
@@ -821,12 +826,17 @@ class PersisterClient:
             self._on_reply(WriteReply(attempt=attempt, phase=PersistPhase.FAILED, why=self.trouble))
 
     async def close(self) -> None:
-        """Kill the process, and wait ``KILLED_S`` seconds at most for its end.
+        """End the process; the client starts no process any more.
 
-        A checkpoint that it has not committed stays incomplete. The client starts no process any
-        more.
+        A process that has written and has nothing left to write gets ``LEAVE_S`` seconds to release
+        its writer leases, so that the next job can write into the directory sooner. It is killed
+        otherwise, and a checkpoint that it has not committed stays incomplete. The wait for its end
+        is ``KILLED_S`` seconds at most.
         """
         self._closing = True
         if self._task is not None:
+            if self._has_written and not self._open_attempts and self._stdin is not None:
+                self._stdin.close()
+                await asyncio.wait({self._task}, timeout=LEAVE_S)
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

@@ -23,13 +23,16 @@ from dlrover_py.master.core.state import NON_DISRUPTIVE, PendingRound
 from dlrover_py.master.core.transitions import Transitions
 from dlrover_py.protocol.names import NodeId, Round
 from dlrover_py.protocol.reasons import EventReason
-from dlrover_py.protocol.status import JobPhase
+from dlrover_py.protocol.status import JobPhase, NodePhase
 from dlrover_py.protocol.words import are, counted
 
 MISSED_S = 10.0
 """Seconds after which an event names the nodes that did not come."""
 MISSED_AGAIN = 6.0
 """Factor by which the wait grows before the next such event."""
+SILENT_S = 30.0
+"""Seconds between two looks for nodes whose command runs and does not join. Two in a row make an
+event, since a node may have been started just before the first one."""
 
 
 class Rounds:
@@ -54,6 +57,8 @@ class Rounds:
         """When enough nodes for the first round were there; None if there are not enough."""
         self._missed: tuple[float, float] = (-math.inf, MISSED_S)
         """Begin of a round that lacks nodes, and the wait before the next event about it."""
+        self._silent: frozenset[NodeId] = frozenset()
+        """Nodes that ran and had not joined at the last look."""
 
     def form(self) -> bool:
         """Form the next round if one is needed and every node that can come has come.
@@ -159,7 +164,10 @@ class Rounds:
         until = pending.since + self.live.rules.join_timeout_s
         if self.live.now < until:
             self.live.wake(until)
-            self._record_missing_nodes(pending, why)
+            if self.live.rules.can_create:
+                self._record_silent_nodes(pending)
+            else:
+                self._record_missing_nodes(pending, why)
             return False
         message = f"{why}, after {self.live.rules.join_timeout_s:g} s ({pending.reason})"
         self._transitions.end_job(
@@ -170,12 +178,10 @@ class Rounds:
     def _record_missing_nodes(self, pending: PendingRound, why: str) -> None:
         """Record which nodes are missing, first after `MISSED_S`, then at growing intervals.
 
-        This is done only where nodes come by themselves. Elsewhere the platform reports what a node
-        waits for. Before the next event is due, or if enough nodes are there and only not ready
-        yet, just a timer is set.
+        This is for nodes that come by themselves. Elsewhere the platform reports what a node waits
+        for. Before the next event is due, or if enough nodes are there and only not ready yet, just
+        a timer is set.
         """
-        if self.live.rules.can_create:
-            return
         if self._missed[0] != pending.since:
             self._missed = (pending.since, MISSED_S)
         due = pending.since + self._missed[1]
@@ -204,6 +210,40 @@ class Rounds:
             warning=True,
         )
         self.state.changed()  # the event is worth a write of its own
+
+    def _record_silent_nodes(self, pending: PendingRound) -> None:
+        """Record which nodes run and have not reported, after two looks, then at growing intervals.
+
+        This is for nodes that the platform creates. Their command may wait for something itself,
+        such as for the master of another kind of job, and would do so without a word.
+        """
+        if self._missed[0] != pending.since:
+            self._missed, self._silent = (pending.since, SILENT_S), frozenset()
+        due = pending.since + self._missed[1]
+        if self.live.now < due:
+            self.live.wake(due)
+            return
+        waited = self.live.now - pending.since
+        silent = frozenset(
+            node.id
+            for node in self.live.nodes
+            if node.phase is NodePhase.STARTING and node.seen and node.runs and not node.leaving
+        )
+        again, self._silent = silent & self._silent, silent
+        pause = waited * MISSED_AGAIN if again else waited + SILENT_S
+        self._missed = (pending.since, pause)
+        self.live.wake(pending.since + pause)
+        if again:
+            verb = "runs, but has" if len(again) == 1 else "run, but have"
+            self.log.record(
+                EventReason.NODES_MISSING,
+                f"{named(again)} {verb} not joined the job, after {waited:.0f} s "
+                f"({pending.reason}): does the command reach elastic-run? The output of the nodes "
+                "shows what it does",
+                cause=pending.cause,
+                warning=True,
+            )
+            self.state.changed()
 
     def _expected_nodes(self, pending: PendingRound) -> int:
         """Return the number of nodes that are not ready yet, but are worth waiting for.
