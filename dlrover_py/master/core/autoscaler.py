@@ -226,9 +226,11 @@ class Autoscaler:
         record = self.state.scaling
         if record.samples:
             curve = SpeedModel.fit({n: s.speed for n, s in record.samples.items()}).curve
+            usable = curve is not None and 0 < sum(curve) < math.inf
             self.live.speed = MeasuredSpeed(
-                curve=None if curve is None else list(curve),
+                curve=list(curve) if curve is not None and usable else None,
                 most=max(record.samples),
+                least=min(record.samples),
                 resize_s=record.resize_s,
             )
 
