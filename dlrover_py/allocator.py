@@ -45,6 +45,8 @@ ENDING_S = 60.0
 """Seconds for which a growth waits for the Pods of a job that shrinks, to be made in one change."""
 FLATTEST = 1e-3
 """Least ``n / speed`` of a curve, as a fraction of the sum of its parameters."""
+NONE = 2**31
+"""A size that no job has."""
 PATIENCE_S = 3600.0
 """Seconds for which smaller jobs may start before a waiting job that does not fit yet."""
 RECLAIMS = 3
@@ -65,7 +67,9 @@ class Demand:
     maximum: int
     """Greatest useful number of nodes."""
     unit: int = 1
-    """Sizes are multiples of this."""
+    """Sizes are multiples of this, without :attr:`sizes`."""
+    sizes: tuple[int, ...] = ()
+    """The only sizes that it may have, ascending; empty for all multiples of the unit."""
     priority: int = 0
     """A higher one gets its minimum first."""
     queue: str = ""
@@ -100,16 +104,34 @@ class Demand:
 
     @property
     def least(self) -> int:
-        """Return the least size, in whole units."""
-        return -(-max(1, self.minimum) // self.unit) * self.unit
+        """Return the least allowed size."""
+        return self.after(max(1, self.minimum) - 1)
 
     @property
     def most(self) -> int:
-        """Return the greatest size, in whole units; sizes that no curve describes are left out."""
+        """Return the greatest allowed size; sizes that no curve describes are left out.
+
+        The one that follows on the greatest measured one is never left out: it may be far.
+        """
         most = self.maximum
         if self.measured:  # a script that reports no steps could not grow otherwise
-            most = min(most, max(TRUSTED * self.measured, self.size, self.granted or 0))
-        return max(self.least, most // self.unit * self.unit)
+            known = max(TRUSTED * self.measured, self.after(self.measured))
+            most = min(most, max(known, self.size, self.granted or 0))
+        return max(self.least, self.fit(most))
+
+    def fit(self, nodes: int) -> int:
+        """Return the greatest allowed size with no more than these nodes; 0 if there is none."""
+        if not self.sizes:
+            return nodes // self.unit * self.unit
+        index = bisect.bisect_right(self.sizes, nodes)
+        return self.sizes[index - 1] if index else 0
+
+    def after(self, nodes: int) -> int:
+        """Return the least allowed size with more nodes; a very large one if there is none."""
+        if not self.sizes:
+            return (nodes // self.unit + 1) * self.unit
+        index = bisect.bisect_right(self.sizes, nodes)
+        return self.sizes[index] if index < len(self.sizes) else NONE
 
     def speed(self, nodes: int) -> float:
         """Return the speed with a number of nodes; only ratios have a meaning."""
@@ -153,8 +175,12 @@ def demand_of(
     """
     worker, granted = job.worker, job.allocation
     scales = worker.scaling is not None and worker.scaling.mode == "auto"
+    most, unit = worker.ceiling if scales else worker.replicas, worker.node_unit
+    if scales and worker.scaling is not None and worker.scaling.node_unit is not None:
+        chosen = math.lcm(unit, worker.scaling.node_unit)
+        unit = chosen if -(-worker.minimum // chosen) * chosen <= most else unit
+    sizes = tuple(size for size in worker.allowed_sizes if worker.minimum <= size <= most)
     number = CLASSES.get(worker.priority or "", 0) if worker.rank is None else worker.rank
-    spec = worker.scaling
     resize_s = speed.resize_s if speed is not None else None
     curve = None
     if speed is not None and speed.curve is not None:
@@ -164,9 +190,10 @@ def demand_of(
     return Demand(
         name=name_of(job.metadata.namespace, job.metadata.name),
         minimum=worker.minimum,
-        maximum=worker.ceiling if scales else worker.replicas,
+        maximum=most,
         standbys=worker.standby_replicas,
-        unit=math.lcm(worker.node_unit, (spec.node_unit if spec is not None else None) or 1),
+        unit=unit,
+        sizes=sizes,
         priority=number,
         queue=job.metadata.namespace,
         queued_at=queued_at,
@@ -249,7 +276,18 @@ class _Share:
 
     def fewer(self) -> int:
         """Return the next smaller size; the present one if it is the least."""
-        return max(self.least, self.nodes - self.step())
+        return max(self.least, self.demand.fit(self.nodes - self.step()))
+
+    def larger(self, room: int) -> int:
+        """Return the next larger size, about a step away; the present one if there is no room.
+
+        Args:
+            room: nodes that may be added.
+        """
+        size = self.demand.fit(self.nodes + min(self.step(), room))
+        if size <= self.nodes:  # the next allowed size may be far
+            size = self.demand.after(self.nodes)
+        return size if size - self.nodes <= room else self.nodes
 
     def more(self, free: int) -> int:
         """Return the next larger size that is worth it; the present one if there is none.
@@ -257,8 +295,7 @@ class _Share:
         Args:
             free: nodes that may be added.
         """
-        room = min(free, self.most - self.nodes) // self.demand.unit * self.demand.unit
-        step = min(self.step(), room)
+        step = self.larger(min(free, self.most - self.nodes)) - self.nodes
         if step <= 0:
             return self.nodes
         gain = self.demand.speed(self.nodes + step) / self.demand.speed(self.nodes) - 1
@@ -391,7 +428,7 @@ def _admitted(
         stable_left = stable_left - least if on_stable else min(stable_left, left)
         start = demand.granted if demand.granted is not None else demand.size
         most = demand.most
-        nodes = min(most, max(least, start // demand.unit * demand.unit))
+        nodes = min(most, max(least, demand.fit(start)))
         held_s = max(0.0, min(hold_s, FORCED_S) if demand.forced else hold_s)
         steady = not start or abs(now - demand.granted_at) >= held_s
         shares[demand.name] = _Share(demand, nodes, start, steady, least, most, standing)
@@ -416,17 +453,12 @@ def _fitted(shares: Mapping[str, _Share], total: int) -> int:
     heapq.heapify(heap)
     while free < 0 and heap:
         priority, _, index, share = heapq.heappop(heap)
-        smaller = max(share.fewer(), _rounded(share.nodes + free, share.demand.unit))
+        smaller = max(share.fewer(), share.demand.fit(share.nodes + free))
         free += share.nodes - smaller
         share.nodes, share.taker, share.forced = smaller, newest, True
         if share.fewer() < share.nodes:
             heapq.heappush(heap, (priority, _loss(share), index, share))
     return free
-
-
-def _rounded(nodes: int, unit: int) -> int:
-    """Return the greatest multiple of a unit that is not larger."""
-    return nodes // unit * unit
 
 
 def _loss(share: _Share) -> float:
@@ -567,7 +599,7 @@ def _when_gone(
         has, standbys = max(demand.size, before), 0 if _has_nodes(demand) else share.standbys
         nodes, short = goal, goal + standbys - has - free
         if short > 0:
-            nodes = _rounded(goal - short, demand.unit)
+            nodes = demand.fit(goal - short)
             if nodes <= before or nodes < share.least or (shrinks and before):
                 text = f"{before}→{goal}: waits until other jobs have given "
                 text += f"{counted(short, 'node')} back"
@@ -595,10 +627,10 @@ def _kept(share: _Share, free: int) -> str:
         to = f", {share.taker} gets them" if share.taker else ""
         return f"{before}→{nodes}: {counted(before - nodes, 'node')} given back{to}"
     kept = f"{counted(nodes, 'node')}: "
-    if nodes + demand.unit > share.most:
-        known = share.most + demand.unit <= demand.maximum
+    if demand.after(nodes) > share.most:
+        known = demand.after(share.most) <= demand.maximum
         return kept + ("the speed with more is not known yet" if known else "the maximum")
-    larger = nodes + share.step()
+    larger = share.larger(share.most - nodes)
     gain = demand.speed(larger) / demand.speed(nodes) - 1
     more = f"{counted(larger - nodes, 'more node')} would add {_percent(gain)}"
     if share.more(share.most) == nodes:

@@ -20,6 +20,7 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainSerializer,
+    ValidationError,
     WithJsonSchema,
     field_validator,
 )
@@ -453,6 +454,14 @@ class MeasuredSpeed(_StatusModel):
     """Least size that was measured, in nodes."""
     resize_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Seconds without training that a change of size costs; absent if there was none."""
+
+    @classmethod
+    def read(cls, value: object) -> Self | None:
+        """Return the speed in a status, which anybody may have written; None if there is none."""
+        try:
+            return cls.model_validate(value)
+        except ValidationError:
+            return None
 
     @field_validator("curve")
     @classmethod

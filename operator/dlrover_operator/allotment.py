@@ -17,8 +17,6 @@ from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import Self
 
-from pydantic import ValidationError
-
 from dlrover_operator.facts import ACTIVE_PHASES, final_phase
 from dlrover_operator.observed import JobUid, Key, Obj, job_of, uid_of
 from dlrover_py.allocator import Demand, Pool, allocate, demand_of
@@ -295,13 +293,9 @@ def _demand(job: Obj, pods: int, hosted: int, now: float) -> Demand | int:
         granted = ElasticJob.allocation_in(job)
         wanted = max(pods, wanted, 0 if granted is None else granted.nodes)
         return max(0, min(wanted, _most(job)) - hosted)
-    try:
-        speed = MeasuredSpeed.model_validate(training.get("speed"))
-    except ValidationError:
-        speed = None
     demand = demand_of(
         read,
-        speed,
+        MeasuredSpeed.read(training.get("speed")),
         queued_at=unix_seconds(meta.get("creationTimestamp")) or 0.0,
         size=max(pods - read.worker.standby_replicas, wanted),
     )

@@ -17,7 +17,10 @@ from dlrover_py.allocator import (
     Demand,
     Pool,
     allocate,
+    demand_of,
 )
+from dlrover_py.protocol.autoscale import NodeAllocation
+from tests.builders import elastic_job
 
 DAY_S = 86_400.0
 NOW = 1.8e9
@@ -33,8 +36,11 @@ def demands(draw: st.DrawFn, new: bool = False) -> list[Demand]:
     found = []
     for index in range(draw(st.integers(0, 8))):
         unit = draw(st.sampled_from((1, 1, 2, 4)))
+        only = draw(st.sets(st.integers(1, 3).map((3 * unit).__mul__))) if unit < 3 else set()
         least = draw(st.integers(1, 6)) * unit
         most = least + draw(st.integers(0, 8)) * unit
+        if only:
+            least, most = min(only), max(only)
         sizes = st.one_of(st.just(0), st.integers(least // unit, most // unit).map(unit.__mul__))
         granted = None if new else draw(st.one_of(st.none(), sizes))
         found.append(
@@ -43,6 +49,7 @@ def demands(draw: st.DrawFn, new: bool = False) -> list[Demand]:
                 minimum=least,
                 maximum=most,
                 unit=unit,
+                sizes=tuple(sorted(only)),
                 priority=draw(st.integers(0, 2)),
                 queue=draw(st.sampled_from("ab")),
                 weight=draw(st.sampled_from((1.0, 2.0))),
@@ -111,9 +118,9 @@ def test_sizes_are_allowed_and_hosts_are_not_given_twice(
         one = found[job.name]
         start = job.size if job.granted is None else job.granted
         assert one.goal == 0 or job.least <= one.goal <= job.most
-        assert one.goal % job.unit == 0
+        assert one.goal == job.fit(one.goal)
         assert one.nodes in (one.goal, start) or max(start + 1, job.least) <= one.nodes < one.goal
-        assert one.nodes % job.unit == 0 or one.nodes == start
+        assert one.nodes in (start, job.fit(one.nodes))
         assert one.nodes <= max(one.goal, start)
         assert one.reason
 
@@ -275,6 +282,27 @@ def test_free_hosts_are_taken_at_once_while_a_pod_hangs() -> None:
     soon = replace(hangs, granted_at=NOW - 10)
     found = allocate([running, soon], SIX, NOW)
     assert found["c"].nodes == 2, "one change of size is better than two"
+
+
+def test_only_given_sizes_are_granted() -> None:
+    worker = {"maxReplicas": 8, "autoscale": {"mode": "auto", "sizes": [4, 8]}}
+    spec = elastic_job(4, 2, **worker)
+    new = demand_of(spec, None, queued_at=0.0, size=0)
+    for total, size in ((3, 0), (4, 4), (5, 4), (7, 4), (8, 8)):
+        found = allocate([new], [Pool(name="p", nodes=total)], NOW)[new.name]
+        assert (found.nodes, found.goal) == (size, size), found
+    urgent = job("urgent", 1, 1, priority=1)
+    running = replace(new, size=8, granted=8, measured=8)
+    found = allocate([running, urgent], [Pool(name="p", nodes=8)], NOW)
+    assert found[new.name].nodes == 4, "7 is no size"
+    four = replace(new, size=4, granted=4, measured=4)
+    found = allocate([four, urgent], [Pool(name="p", nodes=4)], NOW)
+    assert nodes(found) == {new.name: 0, "urgent": 0}, "3 are too few"
+    held = NodeAllocation(nodes=3)
+    assert spec.allocated(held).rests
+    assert not spec.allocated(NodeAllocation(nodes=4)).rests
+    advised = elastic_job(2, 2, maxReplicas=8, autoscale={"mode": "advise", "nodeUnit": 4})
+    assert demand_of(advised, None, queued_at=0.0, size=0).least == 2, "advice changes no size"
 
 
 def test_who_was_held_back_a_moment_ago_blocks_nobody() -> None:
