@@ -128,6 +128,24 @@ def test_nodes_that_do_not_come_are_given_back() -> None:
     assert events == ["4→2: 2 nodes did not come"]
 
 
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_a_lost_host_is_waited_for_and_not_for_ever(replicas: int) -> None:
+    """The host may come back soon, or never; a growth of long ago makes no difference."""
+    bench = started(scaling_job(replicas=replicas, scaleUpDelaySeconds=6), capacity=4)
+    train(bench, 80)
+    assert (len(bench.members), bench.job.state.scaling.trial) == (4, None)
+    bench.set_capacity(3)
+    bench.kill(bench.members[-1])
+    bench.settle()
+    train(bench, 20)
+    assert condition(bench).message == "3 of 4 nodes train"
+    assert bench.job.state.scaling.target == 4
+    train(bench, 20)
+    assert bench.job.state.scaling.target == 3
+    assert "4→3: 1 node did not come" in [event.message for event in bench.job.state.events]
+    assert len(bench.pods) == 3
+
+
 def test_a_job_without_steps_says_so() -> None:
     bench = started(scaling_job())
     bench.pass_time(5.0)

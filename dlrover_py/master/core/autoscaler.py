@@ -64,6 +64,7 @@ class Autoscaler:
                 view.room,
                 view.stepped,
                 view.coming,
+                view.slow,
             ),
         )
         made_from += (self._meter.count, self.live.spec.metadata.generation)
@@ -72,6 +73,9 @@ class Autoscaler:
             return False
         self._decided = made_from
         decision = decide(record, view, self._wish)
+        if decision.verified and record.trial is not None:
+            record.trial = None
+            self.state.changed()
         self._again_at = math.inf
         if decision.again_at < math.inf:
             wait_s = max(SOONEST_S, decision.again_at - view.now)
@@ -132,6 +136,12 @@ class Autoscaler:
             if granted is not None and not rests:
                 self.live.scaling_reason = ConditionReason.ALLOCATED, granted.reason
             return False
+        template = self.live.template_hash
+        if template != record.template:
+            if record.template:
+                self.live.speed, self._meter = None, SpeedMeter(self.live.rules.measure_s)
+            record.renew(template)
+            self.state.changed()
         if worker.scaling.mode == "advise":
             if record.target is not None:
                 record.target = record.trial = None
@@ -164,6 +174,8 @@ class Autoscaler:
             if self._meter.take(live.now, progress.step):
                 self._note_speed(size, batch)
         target = worker.replicas if record.target is None else record.target
+        if record.observe(size, target, live.steady_wall):
+            state.changed()
         remaining = None
         if progress is not None and progress.total is not None:
             remaining = max(0, progress.total - progress.step) * (batch or 1.0)
@@ -183,6 +195,7 @@ class Autoscaler:
             remaining=remaining,
             undisturbed_s=(max(0.0, age_s) + 3600) / (state.restart_count + 1),
             stepped=state.max_step is not None,
+            slow=bool(live.slow),
             most=max(1, int(batch / per_node)) if batch else 2**31,
         )
 
@@ -217,7 +230,8 @@ class Autoscaler:
         if record.in_samples != bool(batch):  # the numbers cannot be compared
             record.samples.clear()
             record.in_samples = bool(batch)
-        if record.measured(size, speed * (batch or 1.0), self.live.steady_wall):
+        number = speed * (batch or 1.0)
+        if record.measured(size, number, self.live.steady_wall, self._meter.error):
             self._publish_speed()
             self.state.changed()
 
