@@ -37,7 +37,16 @@ WORTH = 0.2
 BETTER = 0.25
 """Fraction by which the gain of a move between jobs must exceed the loss."""
 CHURN = 0.1
-"""Fraction of all nodes that one call moves for the sake of speed, to within one step."""
+"""Fraction of all nodes that one call moves for the sake of speed, to within one step. It is at
+least one node: a small cluster would be shared by the order of arrival otherwise."""
+FORCED_S = 60.0
+"""Seconds for which a size is kept that was forced by a loss of hosts or by another's minimum."""
+ENDING_S = 60.0
+"""Seconds for which a growth waits for the Pods of a job that shrinks, to be made in one change."""
+FLATTEST = 1e-3
+"""Least ``n / speed`` of a curve, as a fraction of the sum of its parameters."""
+NONE = 2**31
+"""A size that no job has."""
 PATIENCE_S = 3600.0
 """Seconds for which smaller jobs may start before a waiting job that does not fit yet."""
 RECLAIMS = 3
@@ -58,7 +67,9 @@ class Demand:
     maximum: int
     """Greatest useful number of nodes."""
     unit: int = 1
-    """Sizes are multiples of this."""
+    """Sizes are multiples of this, without :attr:`sizes`."""
+    sizes: tuple[int, ...] = ()
+    """The only sizes that it may have, ascending; empty for all multiples of the unit."""
     priority: int = 0
     """A higher one gets its minimum first."""
     queue: str = ""
@@ -71,6 +82,12 @@ class Demand:
     """``a``, ``b`` and ``c`` of its speed ``n / (a + b(n-1) + c·n(n-1))``; None if not known."""
     measured: int = 0
     """Greatest size whose speed was measured; 0 if none was."""
+    least_measured: int = 1
+    """Least size whose speed was measured."""
+    standbys: int = 0
+    """Nodes that it has beside its size, as replacements."""
+    standing: int = 0
+    """Standbys that exist, with those that are ending."""
     resize_s: float = RESIZE_S
     """Seconds without training that a change of size costs."""
     size: int = 0
@@ -79,29 +96,58 @@ class Demand:
     """What the last call granted; None if there was none. 0: the job is held back."""
     granted_at: float = -math.inf
     """Unix time at which :attr:`granted` has changed."""
+    forced: bool = False
+    """Whether that change was forced, and not made for the sake of speed."""
     spot_policy: SpotPolicy = "any"
     placed: Mapping[str, int] = field(default_factory=dict)
     """Nodes that exist in each pool, by its name."""
 
     @property
     def least(self) -> int:
-        """Return the least size, in whole units."""
-        return -(-max(1, self.minimum) // self.unit) * self.unit
+        """Return the least allowed size."""
+        return self.after(max(1, self.minimum) - 1)
 
     @property
     def most(self) -> int:
-        """Return the greatest size, in whole units; sizes that no curve describes are left out."""
+        """Return the greatest allowed size; sizes that no curve describes are left out.
+
+        The one that follows on the greatest measured one is never left out: it may be far.
+        """
         most = self.maximum
         if self.measured:  # a script that reports no steps could not grow otherwise
-            most = min(most, max(TRUSTED * self.measured, self.size, self.granted or 0))
-        return max(self.least, most // self.unit * self.unit)
+            known = max(TRUSTED * self.measured, self.after(self.measured))
+            most = min(most, max(known, self.size, self.granted or 0))
+        return max(self.least, self.fit(most))
+
+    def fit(self, nodes: int) -> int:
+        """Return the greatest allowed size with no more than these nodes; 0 if there is none."""
+        if not self.sizes:
+            return nodes // self.unit * self.unit
+        index = bisect.bisect_right(self.sizes, nodes)
+        return self.sizes[index - 1] if index else 0
+
+    def after(self, nodes: int) -> int:
+        """Return the least allowed size with more nodes; a very large one if there is none."""
+        if not self.sizes:
+            return (nodes // self.unit + 1) * self.unit
+        index = bisect.bisect_right(self.sizes, nodes)
+        return self.sizes[index] if index < len(self.sizes) else NONE
 
     def speed(self, nodes: int) -> float:
         """Return the speed with a number of nodes; only ratios have a meaning."""
         if self.curve is None:
             return float(nodes**ONE_SIZE)
+        # The curve says nothing of much fewer nodes: there the speed falls with their number.
+        known = max(nodes, self.least_measured / TRUSTED)
         a, b, c = self.curve
-        return nodes / (a + b * (nodes - 1) + c * nodes * (nodes - 1) or 1e-9)
+        time = a + b * (known - 1) + c * known * (known - 1)
+        return nodes / max(time, FLATTEST * (a + b + c))
+
+    @property
+    def waits_since(self) -> float:
+        """Return the Unix time since which it waits, if it is held back."""
+        held_back = self.granted == 0 and math.isfinite(self.granted_at)
+        return self.granted_at if held_back else self.queued_at
 
 
 CLASSES: Mapping[str, int] = {"high": 1000, "low": -1000}
@@ -129,24 +175,36 @@ def demand_of(
     """
     worker, granted = job.worker, job.allocation
     scales = worker.scaling is not None and worker.scaling.mode == "auto"
+    most, unit = worker.ceiling if scales else worker.replicas, worker.node_unit
+    if scales and worker.scaling is not None and worker.scaling.node_unit is not None:
+        chosen = math.lcm(unit, worker.scaling.node_unit)
+        unit = chosen if -(-worker.minimum // chosen) * chosen <= most else unit
+    sizes = tuple(size for size in worker.allowed_sizes if worker.minimum <= size <= most)
     number = CLASSES.get(worker.priority or "", 0) if worker.rank is None else worker.rank
-    spec = worker.scaling
     resize_s = speed.resize_s if speed is not None else None
-    curve = speed.curve if speed is not None else None
+    curve = None
+    if speed is not None and speed.curve is not None:
+        # Only ratios have a meaning, and the product of two such numbers must be finite.
+        a, b, c = (part / math.fsum(speed.curve) for part in speed.curve)
+        curve = a, b, c
     return Demand(
         name=name_of(job.metadata.namespace, job.metadata.name),
         minimum=worker.minimum,
-        maximum=worker.ceiling if scales else worker.replicas,
-        unit=math.lcm(worker.node_unit, (spec.node_unit if spec is not None else None) or 1),
+        maximum=most,
+        standbys=worker.standby_replicas,
+        unit=unit,
+        sizes=sizes,
         priority=number,
         queue=job.metadata.namespace,
         queued_at=queued_at,
-        curve=None if curve is None else (curve[0], curve[1], curve[2]),
+        curve=curve,
         measured=speed.most if speed is not None else 0,
+        least_measured=speed.least if speed is not None else 1,
         resize_s=RESIZE_S if resize_s is None else resize_s,
         size=size,
         granted=None if granted is None else granted.nodes,
         granted_at=-math.inf if granted is None else granted.since,
+        forced=granted is not None and granted.forced,
     )
 
 
@@ -183,6 +241,8 @@ class Allocation:
     """Why, in words."""
     pools: Mapping[str, int] = field(default_factory=dict)
     """Where :attr:`nodes` are best placed, by the name of the pool."""
+    forced: bool = False
+    """Whether a change was forced by a loss of hosts or by the minimum of another job."""
 
 
 @dataclass(slots=True)
@@ -197,8 +257,12 @@ class _Share:
     """Whether its size may be changed for a gain: the last change was long ago."""
     least: int
     most: int
+    standbys: int = 0
+    """Standbys for which there is room."""
     taker: str = ""
     """Job for which nodes are taken from it."""
+    forced: bool = False
+    """Whether it must give nodes back."""
 
     def change(self, nodes: int) -> float:
         """Return the change of the utility that another size would bring."""
@@ -212,7 +276,18 @@ class _Share:
 
     def fewer(self) -> int:
         """Return the next smaller size; the present one if it is the least."""
-        return max(self.least, self.nodes - self.step())
+        return max(self.least, self.demand.fit(self.nodes - self.step()))
+
+    def larger(self, room: int) -> int:
+        """Return the next larger size, about a step away; the present one if there is no room.
+
+        Args:
+            room: nodes that may be added.
+        """
+        size = self.demand.fit(self.nodes + min(self.step(), room))
+        if size <= self.nodes:  # the next allowed size may be far
+            size = self.demand.after(self.nodes)
+        return size if size - self.nodes <= room else self.nodes
 
     def more(self, free: int) -> int:
         """Return the next larger size that is worth it; the present one if there is none.
@@ -220,8 +295,7 @@ class _Share:
         Args:
             free: nodes that may be added.
         """
-        room = min(free, self.most - self.nodes) // self.demand.unit * self.demand.unit
-        step = min(self.step(), room)
+        step = self.larger(min(free, self.most - self.nodes)) - self.nodes
         if step <= 0:
             return self.nodes
         gain = self.demand.speed(self.nodes + step) / self.demand.speed(self.nodes) - 1
@@ -235,7 +309,12 @@ class _Share:
 
 
 def allocate(
-    demands: Sequence[Demand], pools: Sequence[Pool], now: float, *, hold_s: float = 300.0
+    demands: Sequence[Demand],
+    pools: Sequence[Pool],
+    now: float,
+    *,
+    hold_s: float = 300.0,
+    busy: int = 0,
 ) -> dict[str, Allocation]:
     """Return the nodes of each job, by its name. Nothing is changed, and nothing is remembered.
 
@@ -249,6 +328,7 @@ def allocate(
         pools: all hosts, by topology domain.
         now: Unix time.
         hold_s: seconds for which a size that was granted is not changed for the sake of speed.
+        busy: nodes of the pools that cannot be taken yet, although no job here has them.
     """
     usable = {pool.name: max(0, pool.usable(now)) for pool in pools}
     total = sum(usable.values())
@@ -257,8 +337,8 @@ def allocate(
     shares, waiting = _admitted(order, total, stable, now, hold_s)
     free = _fitted(shares, total)
     free = _grown(shares.values(), free)
-    _exchanged(shares.values(), free, int(CHURN * total))
-    granted = _when_gone(order, shares, waiting, total)
+    _exchanged(shares.values(), free, max(1, int(CHURN * total)))
+    granted = _when_gone(order, shares, waiting, total - busy, now)
     return _placed(granted, order, pools, usable)
 
 
@@ -315,32 +395,43 @@ def _admitted(
     first: Demand | None = None
     """A job that has waited so long that no younger one may start before it."""
     left, stable_left = total, stable
+    running = sum(demand.least for demand in order if _has_nodes(demand))
+    """Minima of the jobs with nodes that follow: no standby is worth one of them."""
     for demand in order:
-        least = demand.least
+        least, has_nodes = demand.least, _has_nodes(demand)
+        # A job that starts must have room for its standbys, because it creates them at once.
+        needs = least if has_nodes else least + demand.standbys
+        running -= least if has_nodes else 0
         on_stable = demand.spot_policy == "onDemandMin"
         room = min(left, stable_left) if on_stable else left
-        if first is not None and not _has_nodes(demand):
+        if first is not None and not has_nodes:
             waiting[demand.name] = f"held back: {first.name} waits before it"
             continue
-        if least > room:
+        if needs > room:
             hosts = "stable nodes" if on_stable else "nodes"
             possible = stable if on_stable else total
+            standbys = f" with {counted(needs - least, 'standby')}" if needs > least else ""
             waiting[demand.name] = (
-                f"held back: it needs {counted(least, 'node')}, and the cluster has {possible}"
-                if least > possible
-                else f"held back: it needs {least} {hosts}, and {room} are left by other jobs"
+                f"held back: it needs {counted(needs, 'node')}{standbys}, and the cluster has "
+                f"{possible}"
+                if needs > possible
+                else f"held back: it needs {needs} {hosts}{standbys}, and {room} are left by other "
+                "jobs"
             )
-            if least <= possible and abs(now - demand.queued_at) > PATIENCE_S:
+            if needs <= possible and abs(now - demand.waits_since) > PATIENCE_S:
                 first = first or demand
             continue
         left -= least
+        standing = min(demand.standbys, max(0, left - running if has_nodes else left))
+        left -= standing
         # What may be on any host leaves the stable ones to those that need them, if it can.
         stable_left = stable_left - least if on_stable else min(stable_left, left)
         start = demand.granted if demand.granted is not None else demand.size
         most = demand.most
-        nodes = min(most, max(least, start // demand.unit * demand.unit))
-        steady = not start or abs(now - demand.granted_at) >= max(hold_s, 0.0)
-        shares[demand.name] = _Share(demand, nodes, start, steady, least, most)
+        nodes = min(most, max(least, demand.fit(start)))
+        held_s = max(0.0, min(hold_s, FORCED_S) if demand.forced else hold_s)
+        steady = not start or abs(now - demand.granted_at) >= held_s
+        shares[demand.name] = _Share(demand, nodes, start, steady, least, most, standing)
     return shares, waiting
 
 
@@ -352,7 +443,7 @@ def _fitted(shares: Mapping[str, _Share], total: int) -> int:
 
     Those of low priority are taken first, and among them those whose loss is least.
     """
-    free = total - sum(share.nodes for share in shares.values())
+    free = total - sum(share.nodes + share.standbys for share in shares.values())
     newest = next((n for n, s in reversed(list(shares.items())) if not s.start), "")
     heap = [
         (share.demand.priority, _loss(share), index, share)
@@ -362,17 +453,12 @@ def _fitted(shares: Mapping[str, _Share], total: int) -> int:
     heapq.heapify(heap)
     while free < 0 and heap:
         priority, _, index, share = heapq.heappop(heap)
-        smaller = max(share.fewer(), _rounded(share.nodes + free, share.demand.unit))
+        smaller = max(share.fewer(), share.demand.fit(share.nodes + free))
         free += share.nodes - smaller
-        share.nodes, share.taker = smaller, newest
+        share.nodes, share.taker, share.forced = smaller, newest, True
         if share.fewer() < share.nodes:
             heapq.heappush(heap, (priority, _loss(share), index, share))
     return free
-
-
-def _rounded(nodes: int, unit: int) -> int:
-    """Return the greatest multiple of a unit that is not larger."""
-    return nodes // unit * unit
 
 
 def _loss(share: _Share) -> float:
@@ -471,48 +557,66 @@ def _when_gone(
     shares: Mapping[str, _Share],
     waiting: Mapping[str, str],
     total: int,
+    now: float,
 ) -> dict[str, Allocation]:
     """Return what each job may have now: less at once, more only of hosts that are seen free.
+
+    What was granted to a job counts as taken until less was granted to it. So each of the returned
+    allocations is right beside the old ones of all other jobs, whichever are written.
 
     Args:
         order: all jobs, in the order in which they get free hosts.
         shares: the jobs that have a size.
         waiting: why each of the others has none.
-        total: nodes of the cluster.
+        total: nodes that can be used now.
+        now: Unix time.
     """
     granted: dict[str, Allocation] = {}
     free = total
+    shrinks = False
+    """Whether hosts will be free soon, so that a growth is worth a short wait."""
     for demand in order:
         share = shares.get(demand.name)
         goal = share.nodes if share is not None else 0
         before = demand.granted if demand.granted is not None else demand.size
-        free -= max(demand.size, min(before, goal))
+        kept = share.standbys if share is not None and _has_nodes(demand) else 0
+        free -= max(demand.size, before) + max(demand.standing, kept)
+        ends = demand.size > before and abs(now - demand.granted_at) < ENDING_S
+        shrinks = shrinks or goal < before or ends
     for demand in order:
         share = shares.get(demand.name)
         if share is None:
             text = waiting[demand.name]
             if _has_nodes(demand):
                 text = text.replace("held back", f"{demand.granted or demand.size}→0", 1)
-            granted[demand.name] = Allocation(0, 0, text)
+            granted[demand.name] = Allocation(0, 0, text, forced=True)
             continue
         goal, before = share.nodes, share.start
         if goal <= before:
-            granted[demand.name] = Allocation(goal, goal, _kept(share, free))
+            forced = share.forced if goal < before else demand.forced
+            granted[demand.name] = Allocation(goal, goal, _kept(share, free), forced=forced)
             continue
-        extra = goal - max(demand.size, before)
-        if extra > free:
-            short = counted(extra - max(0, free), "node")
-            text = f"{before}→{goal}: waits until other jobs have given {short} back"
-            granted[demand.name] = Allocation(before, goal, text)
-            continue
-        free -= max(0, extra)
+        has, standbys = max(demand.size, before), 0 if _has_nodes(demand) else share.standbys
+        nodes, short = goal, goal + standbys - has - free
+        if short > 0:
+            nodes = demand.fit(goal - short)
+            if nodes <= before or nodes < share.least or (shrinks and before):
+                text = f"{before}→{goal}: waits until other jobs have given "
+                text += f"{counted(short, 'node')} back"
+                granted[demand.name] = Allocation(before, goal, text, forced=demand.forced)
+                continue
+        free -= max(0, nodes + standbys - has)
         if before:
-            gain = demand.speed(goal) / demand.speed(before) - 1
-            add = "adds" if goal == before + 1 else "add"
-            text = f"{before}→{goal}: {counted(goal - before, 'more node')} {add} {_percent(gain)}"
+            gain = demand.speed(nodes) / demand.speed(before) - 1
+            add = "adds" if nodes == before + 1 else "add"
+            text = (
+                f"{before}→{nodes}: {counted(nodes - before, 'more node')} {add} {_percent(gain)}"
+            )
         else:
-            text = f"{counted(goal, 'node')}: the minimum is {demand.least}"
-        granted[demand.name] = Allocation(goal, goal, text)
+            text = f"{counted(nodes, 'node')}: the minimum is {demand.least}"
+        if nodes < goal:
+            text += f"; {goal - nodes} more when other jobs have given them back"
+        granted[demand.name] = Allocation(nodes, goal, text)
     return granted
 
 
@@ -523,10 +627,10 @@ def _kept(share: _Share, free: int) -> str:
         to = f", {share.taker} gets them" if share.taker else ""
         return f"{before}→{nodes}: {counted(before - nodes, 'node')} given back{to}"
     kept = f"{counted(nodes, 'node')}: "
-    if nodes + demand.unit > share.most:
-        known = share.most + demand.unit <= demand.maximum
+    if demand.after(nodes) > share.most:
+        known = demand.after(share.most) <= demand.maximum
         return kept + ("the speed with more is not known yet" if known else "the maximum")
-    larger = nodes + share.step()
+    larger = share.larger(share.most - nodes)
     gain = demand.speed(larger) / demand.speed(nodes) - 1
     more = f"{counted(larger - nodes, 'more node')} would add {_percent(gain)}"
     if share.more(share.most) == nodes:

@@ -435,6 +435,8 @@ class LoaderState(Wire):
     share: Annotated[int, Field(ge=1, le=MAX_MICRO_BATCH)]
     """The greatest number of samples that it has in a step; a larger micro-batch changes
     nothing."""
+    batch: Annotated[int, Field(ge=0, le=2**53)] = 0
+    """Samples of all ranks in a step; 0 if that is not known."""
     loader_workers: Annotated[int, Field(ge=0, le=MAX_LOADER_WORKERS)] = 0
     """The number of processes that read its data."""
     most_workers: Annotated[int, Field(ge=0, le=MAX_LOADER_WORKERS)] = 1
@@ -464,6 +466,7 @@ class LoaderState(Wire):
             step=max(s.step for s in states),
             micro_batch=max(s.micro_batch for s in states),
             share=max(s.share for s in states),
+            batch=max(s.batch for s in states),
             loader_workers=max(s.loader_workers for s in states),
             most_workers=min(s.most_workers for s in states),
             measured=min(s.measured for s in states),

@@ -139,6 +139,8 @@ class NodeAllocation(BaseModel):
     """Why, in words."""
     since: Annotated[float, Field(allow_inf_nan=False)] = 0.0
     """Unix time at which the number has changed."""
+    forced: bool = False
+    """Whether a loss of hosts, or the minimum of another job, has forced that change."""
     placements: Annotated[list[PodPlace], Field(max_length=64)] = Field(default_factory=list)
     """Where the Pods go, and how many to each place; empty if that is left to the template."""
 

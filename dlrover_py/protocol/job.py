@@ -342,6 +342,12 @@ class ReplicaSpec(Role):
         return tuple(sorted(set(scaling.sizes))) if scaling and scaling.sizes else ()
 
     @property
+    def least(self) -> int:
+        """Return the least number of nodes with which a round is formed: the least allowed size."""
+        sizes = [size for size in self.allowed_sizes if size >= self.minimum]
+        return sizes[0] if sizes else self.minimum
+
+    @property
     def minimum(self) -> int:
         """Return the least number of nodes that a round may have.
 
@@ -943,7 +949,7 @@ class ElasticJob(_Strict):
     def rests(self) -> bool:
         """Return whether no node may run: the job is suspended, or held back by the allocator."""
         return self.spec.suspend or not (
-            self.most_nodes is None or self.most_nodes >= self.worker.minimum
+            self.most_nodes is None or self.most_nodes >= self.worker.least
         )
 
     @classmethod

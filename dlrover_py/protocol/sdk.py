@@ -62,6 +62,7 @@ class LoaderFields(TypedDict):
     step: int
     micro_batch: int
     share: int
+    batch: int
     loader_workers: int
     most_workers: int
     measured: int

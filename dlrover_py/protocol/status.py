@@ -9,6 +9,7 @@ fields of :class:`ElasticJobStatus` say the same in the form of Kubernetes. They
 ``phase``, ``observedGeneration``, the times and some conditions belong to the operator.
 """
 
+import math
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from typing import Annotated, Final, Literal, Self, TypeVar
@@ -19,7 +20,9 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainSerializer,
+    ValidationError,
     WithJsonSchema,
+    field_validator,
 )
 from pydantic.alias_generators import to_camel
 
@@ -435,16 +438,38 @@ class EvidenceManifest(_StatusModel):
     """Name of the folder."""
 
 
+CurvePart = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+"""A parameter of a curve of speeds, in seconds for a step or a sample."""
+
+
 class MeasuredSpeed(_StatusModel):
     """The speed of a job by its number of nodes, as far as it was measured."""
 
-    curve: Annotated[list[float], Field(min_length=3, max_length=3)] | None = None
+    curve: Annotated[list[CurvePart], Field(min_length=3, max_length=3)] | None = None
     """``a``, ``b`` and ``c``: ``n`` nodes have the speed ``n / (a + b(n-1) + c·n(n-1))``. Absent
-    before two sizes were measured."""
-    most: int
+    before two sizes were measured. At least one of them is above 0."""
+    most: Annotated[int, Field(ge=1, le=100_000)]
     """Greatest size that was measured, in nodes."""
-    resize_s: float | None = None
+    least: Annotated[int, Field(ge=1, le=100_000)] = 1
+    """Least size that was measured, in nodes."""
+    resize_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Seconds without training that a change of size costs; absent if there was none."""
+
+    @classmethod
+    def read(cls, value: object) -> Self | None:
+        """Return the speed in a status, which anybody may have written; None if there is none."""
+        try:
+            return cls.model_validate(value)
+        except ValidationError:
+            return None
+
+    @field_validator("curve")
+    @classmethod
+    def _has_a_speed(cls, curve: list[float] | None) -> list[float] | None:
+        """Refuse a curve on which all sizes would be infinitely fast or slow."""
+        if curve is not None and not 0 < sum(curve) < math.inf:
+            raise ValueError("expected three numbers whose sum is finite and above 0")
+        return curve
 
 
 class TimeBucket(StrEnum):

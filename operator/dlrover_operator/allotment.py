@@ -3,20 +3,19 @@
 What is decided is written into ``status.allocation`` of the jobs, and is read from there for the
 next decision. Nothing else is kept, so the operator may die between any two writes.
 
-A host is free once no Pod on it is observed. Numbers are lowered first. While one must be lowered,
-none is raised, so no host is promised to two jobs that take part.
+A host is free once no Pod on it is observed. A number is raised only as far as all others fit in
+beside it as they are written now, so no host is promised to two jobs that take part.
 
 Users write Pods, specs and perhaps statuses of their own namespace. So a Pod counts only where its
 host has room, and what a job is about to create counts only as far as its spec allows.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import Self
-
-from pydantic import ValidationError
 
 from dlrover_operator.facts import ACTIVE_PHASES, final_phase
 from dlrover_operator.observed import JobUid, Key, Obj, job_of, uid_of
@@ -27,9 +26,19 @@ from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.quantities import quantity
 from dlrover_py.protocol.status import MeasuredSpeed, unix_seconds
+from dlrover_py.protocol.words import counted
+
+log = logging.getLogger("operator")
 
 SUSPENDED = "held back: the job was suspended"
 """Reason of a job with ``suspend: true``, which must not take its old nodes when it resumes."""
+LOST_S = 45.0
+"""Seconds after which a host that is not ready counts as lost. Until then it may come back, and its
+jobs keep their sizes. Kubernetes itself waits for 300 seconds before it ends the Pods there."""
+NO_HOSTS = "no host that is shared exists; check the label selector of the allocator"
+"""Reason while no host matches: the hosts have not all vanished at the same moment."""
+UNREADABLE = "the status of the job cannot be understood; the log of the operator says why"
+"""Reason of a job that is left out, because something in its object has another form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +64,14 @@ class Host:
     """Nodes of jobs for which it has room."""
     open: bool
     """Whether it takes new Pods: it is ready and not cordoned."""
+    lost_at: float | None = None
+    """Unix time at which it became not ready; None if it is ready, or cordoned."""
+
+    def lost_in(self, now: float) -> float:
+        """Return after how many seconds it counts as lost; 0 if it does not count any more."""
+        if self.lost_at is None or not 0 <= now - self.lost_at < LOST_S:
+            return 0.0
+        return self.lost_at + LOST_S - now
 
     @classmethod
     def of(cls, obj: Obj, slot: Mapping[str, Decimal]) -> Self:
@@ -67,12 +84,13 @@ class Host:
         status = obj.get("status") or {}
         has = status.get("allocatable") or {}
         rooms = [int(quantity(has.get(name, "0")) // size) for name, size in slot.items()]
-        ready = any(
-            c.get("type") == "Ready" and c.get("status") == "True"
-            for c in status.get("conditions") or ()
-        )
+        conditions: list[Obj] = status.get("conditions") or []
+        about = next((c for c in conditions if c.get("type") == "Ready"), {})
+        ready = about.get("status") == "True"
         cordoned = bool((obj.get("spec") or {}).get("unschedulable"))
-        return cls(obj["metadata"]["name"], min(rooms, default=1), ready and not cordoned)
+        lost_at = None if ready or cordoned else unix_seconds(about.get("lastTransitionTime"))
+        slots = min(rooms, default=1)
+        return cls(obj["metadata"]["name"], slots, ready and not cordoned, lost_at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +103,8 @@ class HeldPod:
     """Name of its host; empty if it has none yet."""
     holds: bool
     """Whether it holds resources: it has not ended."""
+    ends: bool = False
+    """Whether it was deleted, and is ending."""
 
     @classmethod
     def of(cls, obj: Obj) -> Self:
@@ -93,6 +113,7 @@ class HeldPod:
             job_of(obj["metadata"]),
             (obj.get("spec") or {}).get("nodeName") or "",
             (obj.get("status") or {}).get("phase") not in ("Succeeded", "Failed"),
+            "deletionTimestamp" in obj["metadata"],
         )
 
 
@@ -118,8 +139,10 @@ def decide(
 ) -> dict[Key, NodeAllocation]:
     """Return the allocations that must change now, by job. Nothing is carried out.
 
-    If some jobs must give nodes back, no other job gets more yet. A job that was not started yet,
-    and is held back, gets an allocation of 0 nodes with the reason.
+    Each of them is right beside the present allocations of all other jobs. A job that was not
+    started yet, and is held back, gets an allocation of 0 nodes with the reason. If there is no
+    shared host at all, running jobs keep their sizes. Numbers that fall come first, because others
+    wait for them, then those that rise, and at last the changes of reasons alone.
 
     Pods of a job that takes no part, or is gone, take the room that the others' Pods leave on the
     shared hosts. Those that have no host yet take nothing from the others. They only keep hosts
@@ -132,52 +155,110 @@ def decide(
         shared: the settings.
         now: Unix time.
     """
-    holding, hosts = [pod for pod in pods if pod.holds], list(hosts)
+    hosts = list(hosts)
+    if not hosts and not shared.capacity:
+        return hold(jobs, now, NO_HOSTS)
+    closed = {host.name for host in hosts if not host.open and not host.lost_in(now)}
+    # A Pod that ends on a host that takes no others holds nothing that a job could have.
+    holding = [pod for pod in pods if pod.holds and not (pod.ends and pod.host in closed)]
     held = Counter(pod.job for pod in holding)
     hosted = Counter(pod.job for pod in holding if pod.host)
     found: dict[Key, NodeAllocation] = {}
     demands: dict[Key, tuple[Demand, NodeAllocation | None]] = {}
-    asking: dict[JobUid, tuple[Key, int]] = {}
-    """The jobs of ``demands``, and their standbys."""
+    asking: dict[JobUid, Key] = {}
+    """The jobs of ``demands``."""
+    given_up: Counter[JobUid] = Counter()
+    """Nodes that suspended jobs may still take, until their allocations are written."""
     coming = 0
     for obj in jobs:
         key, uid = (obj["metadata"]["namespace"], obj["metadata"]["name"]), uid_of(obj)
         granted = ElasticJob.allocation_in(obj)
-        demand = _demand(obj, held[uid], hosted[uid])
+        try:
+            demand = _demand(obj, held[uid], hosted[uid], now)
+        except Exception:
+            # Whoever may write one job must not stop the decisions for all others.
+            log.exception("job_not_understood", extra={"job": "/".join(key)})
+            demand = 0 if granted is None else max(0, granted.nodes - hosted[uid])
+            nodes = 0 if granted is None else granted.nodes
+            start = f"{counted(nodes, 'node')}: kept" if nodes else "held back"
+            reason = f"{start}, because {UNREADABLE}"
+            if granted is None or granted.reason != reason:
+                since = now if granted is None else granted.since
+                found[key] = NodeAllocation(nodes=nodes, reason=reason, since=since)
         if isinstance(demand, int):
             coming += demand
             if granted is not None and granted.nodes and _suspended(obj):
+                given_up[uid] = granted.nodes
                 found[key] = NodeAllocation(nodes=0, reason=SUSPENDED, since=now)
         else:
-            asking[uid] = key, obj["spec"]["replicaSpecs"]["worker"].get("standbyReplicas") or 0
+            asking[uid] = key
             demands[key] = demand, granted
-    turns = {u: held[u] > demands[k][0].maximum + spare for u, (k, spare) in asking.items()}
+    turns = {
+        uid: held[uid] > demands[key][0].maximum + demands[key][0].standbys
+        for uid, key in asking.items()
+    }
     placed = _placed(holding, hosts, shared.capacity, turns)
-    reserved = 0
-    for uid, (key, spare) in asking.items():
+    for uid, key in asking.items():
         demand, granted = demands[key]
-        size = max(demand.size, placed.pop(uid, 0) - spare)
-        demands[key] = replace(demand, size=size), granted
-        reserved += spare
-    reserved += sum(placed.values())
-    total = shared.capacity or _room(hosts, holding)
-    room = max(0, total - reserved)
+        here = placed.pop(uid, 0)
+        size = max(demand.size, here - demand.standbys)
+        standing = min(demand.standbys, max(0, here - size))
+        demands[key] = replace(demand, size=size, standing=standing), granted
+    given_up -= placed
+    waits = 0 if shared.capacity else _not_ready(hosts, holding, now)
+    total = shared.capacity or _room(hosts, holding, now)
+    room = max(0, total - sum(placed.values()))
     kept = sum(_kept(demand, room) for demand, _ in demands.values())
     pool = Pool(name="hosts", nodes=max(room - coming, min(room, kept)))
-    sizes = allocate([d for d, _ in demands.values()], [pool], now, hold_s=shared.hold_s)
+    busy = waits + sum(given_up.values())
+    every = [demand for demand, _ in demands.values()]
+    sizes = allocate(every, [pool], now, hold_s=shared.hold_s, busy=busy)
     for key, (demand, granted) in demands.items():
         one = sizes[demand.name]
-        if granted is None or granted.nodes != one.nodes:
-            found[key] = NodeAllocation(nodes=one.nodes, reason=one.reason, since=now)
+        # The time that a job was suspended is no time that it has waited.
+        resumed = granted is not None and granted.reason == SUSPENDED
+        if granted is None or granted.nodes != one.nodes or resumed:
+            found[key] = NodeAllocation(
+                nodes=one.nodes, reason=one.reason, since=now, forced=one.forced
+            )
         elif granted.reason != one.reason:
             found[key] = granted.model_copy(update={"reason": one.reason})
 
-    def before(key: Key) -> int:
-        demand, granted = demands[key]
-        return demand.size if granted is None else granted.nodes
+    def turn(key: Key) -> int:
+        granted = demands[key][1] if key in demands else None
+        falls = key not in demands or (granted is not None and found[key].nodes < granted.nodes)
+        return 0 if falls else 1 if found[key].since == now else 2
 
-    if any(key not in demands or one.nodes < before(key) for key, one in found.items()):
-        return {k: o for k, o in found.items() if k not in demands or o.nodes <= before(k)}
+    return {key: found[key] for key in sorted(found, key=turn)}
+
+
+def hold(jobs: Iterable[Obj], now: float, why: str) -> dict[Key, NodeAllocation]:
+    """Return the allocations that must change while the hosts are not known: the numbers stay.
+
+    Args:
+        jobs: all ElasticJobs.
+        now: Unix time.
+        why: why they are not known; a part of the reasons.
+    """
+    found = {}
+    for obj in jobs:
+        granted = ElasticJob.allocation_in(obj)
+        over = final_phase(obj.get("status") or {}) or obj["metadata"].get("deletionTimestamp")
+        if over or not takes_part(obj):
+            continue
+        key = obj["metadata"]["namespace"], obj["metadata"]["name"]
+        if _suspended(obj):
+            if granted is not None and granted.nodes:
+                found[key] = NodeAllocation(nodes=0, reason=SUSPENDED, since=now)
+        elif granted is not None and granted.nodes:
+            kept = f"{counted(granted.nodes, 'node')}: kept, because {why}"
+            if granted.reason != kept:
+                found[key] = granted.model_copy(update={"reason": kept})
+        elif granted is not None or not ((obj.get("status") or {}).get("training") or {}):
+            text = f"held back: {why}"
+            since = now if granted is None else granted.since
+            if granted is None or granted.reason != text:
+                found[key] = NodeAllocation(nodes=0, reason=text, since=since)
     return found
 
 
@@ -186,7 +267,7 @@ def _suspended(job: Obj) -> bool:
     return (job.get("spec") or {}).get("suspend") is True and takes_part(job)
 
 
-def _demand(job: Obj, pods: int, hosted: int) -> Demand | int:
+def _demand(job: Obj, pods: int, hosted: int, now: float) -> Demand | int:
     """Return what a job asks for, or how many Pods without a host it has or may create.
 
     It asks for nothing if it has ended, is suspended, takes no part or cannot be read. The size of
@@ -196,6 +277,7 @@ def _demand(job: Obj, pods: int, hosted: int) -> Demand | int:
         job: the ElasticJob.
         pods: Pods of its workers that hold resources.
         hosted: those of them that have a host.
+        now: Unix time.
     """
     meta, status = job["metadata"], job.get("status") or {}
     training = status.get("training") or {}
@@ -211,16 +293,14 @@ def _demand(job: Obj, pods: int, hosted: int) -> Demand | int:
         granted = ElasticJob.allocation_in(job)
         wanted = max(pods, wanted, 0 if granted is None else granted.nodes)
         return max(0, min(wanted, _most(job)) - hosted)
-    try:
-        speed = MeasuredSpeed.model_validate(training.get("speed"))
-    except ValidationError:
-        speed = None
     demand = demand_of(
         read,
-        speed,
+        MeasuredSpeed.read(training.get("speed")),
         queued_at=unix_seconds(meta.get("creationTimestamp")) or 0.0,
         size=max(pods - read.worker.standby_replicas, wanted),
     )
+    if read.allocation is not None and read.allocation.reason == SUSPENDED:
+        demand = replace(demand, granted_at=now)  # it waits since it was resumed
     return replace(demand, size=min(demand.size, demand.maximum))
 
 
@@ -234,11 +314,15 @@ def _most(job: Obj) -> int:
 def _kept(demand: Demand, room: int) -> int:
     """Return the nodes of a job that Pods without a host leave to it: what it has, or its minimum.
 
+    Its standbys are counted.
+
     Args:
         demand: what the job asks for.
         room: nodes for which there is room; a greater minimum cannot be given.
     """
-    return max(demand.size, demand.granted or 0, demand.least if demand.least <= room else 0)
+    has = max(demand.size, demand.granted or 0)
+    least = demand.least + demand.standbys
+    return max(has + demand.standbys if has else 0, least if least <= room else 0)
 
 
 def _placed(
@@ -268,10 +352,20 @@ def _placed(
     return found
 
 
-def _room(hosts: Iterable[Host], pods: Iterable[HeldPod]) -> int:
+def _room(hosts: Iterable[Host], pods: Iterable[HeldPod], now: float) -> int:
     """Return the number of nodes for which the hosts have room, those that exist included.
 
-    A host that takes no new Pods counts with the Pods that it has.
+    A host that takes no new Pods counts with the Pods that it has, and one that is not ready for a
+    short time counts as if it were ready.
     """
     here = Counter(pod.host for pod in pods)
-    return sum(h.slots if h.open else min(h.slots, here[h.name]) for h in hosts)
+    return sum(
+        host.slots if host.open or host.lost_in(now) else min(host.slots, here[host.name])
+        for host in hosts
+    )
+
+
+def _not_ready(hosts: Iterable[Host], pods: Iterable[HeldPod], now: float) -> int:
+    """Return the room without Pods on hosts that count although they are not ready."""
+    here = Counter(pod.host for pod in pods)
+    return sum(max(0, host.slots - here[host.name]) for host in hosts if host.lost_in(now))

@@ -26,6 +26,7 @@ from dlrover_py.protocol.autoscale import NodeAllocation, PodPlace
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.reasons import ConditionType
+from dlrover_py.protocol.status import MeasuredSpeed
 from dlrover_py.protocol.words import counted
 
 NOTE_STEP = "elasticjob.dlrover/step"
@@ -248,10 +249,13 @@ class _Decision:
         self._cluster, self._now, self._refused = cluster, now, refused
         self._granted = ElasticJob.allocation_in(job)
         training = (job.get("status") or {}).get("training") or {}
+        self._speed = MeasuredSpeed.read(training.get("speed"))
         # Until a master reports that it wants fewer nodes, it may create those that are missing.
         wanted = training.get("desired", 0) if training.get("phase") in ACTIVE_PHASES else 0
         if self._is_over(held):
             wanted = 0
+        self._wanted: int = wanted
+        """Nodes that the master wants."""
         worker = ((job.get("spec") or {}).get("replicaSpecs") or {}).get("worker") or {}
         self._standbys: int = worker.get("standbyReplicas") or 0
         self._pods = max(held.total(), wanted + self._standbys if wanted else 0)
@@ -339,9 +343,9 @@ class _Decision:
             queue: name of its queue.
             note: added to the reason of the allocation.
         """
-        demand = demand_of(job, None, queued_at=0.0, size=0)
+        demand = demand_of(job, self._speed, queued_at=0.0, size=0)
         base = next((w for w in self._own if w.step == 0), None)
-        wanted = _workload(job, self._obj, queue, 0, demand, demand.minimum + self._standbys)
+        wanted = _workload(job, self._obj, queue, 0, demand, demand.least + self._standbys)
         steps = [w for w in self._own if w.step > 0]
         if base is None:
             # Pods of a time before the queue, or of a base that was deleted, must end first.
@@ -376,35 +380,65 @@ class _Decision:
             note: added to the reason of the allocation.
         """
         base, *steps = own
-        extra = demand.maximum - (base.nodes - base.standbys)
+        most, have = self._useful(job, demand), base.nodes - base.standbys
         kept: list[Workload] = []
         waiting = 0
         for one in sorted(steps, key=lambda w: (not w.admitted, not w.reserved, w.step)):
-            size = min(demand.unit, extra)
-            fits = one.nodes == size if not one.reserved else extra > 0
+            size = demand.after(have) - have
+            fits = have < most and (one.reserved or one.nodes == size)
             wish = _workload(job, self._obj, base.queue, one.step, demand, size)
             current = one.request == _request(wish)
             if one.leaving or one.evicted or not fits or not (one.reserved or current):
                 continue
             kept.append(one)
             waiting += not one.reserved
-            extra -= one.nodes
+            have += one.nodes
         create = []
         free = (number for number in count(1) if all(w.step != number for w in steps))
-        while extra > 0 and waiting < WAITING_STEPS:
-            size = min(demand.unit, extra)
+        # Given sizes are apart by different numbers of nodes, so their order matters.
+        while have < most and waiting < (1 if demand.sizes else WAITING_STEPS):
+            size = demand.after(have) - have
             create.append(_workload(job, self._obj, base.queue, next(free), demand, size))
-            extra, waiting = extra - size, waiting + 1
+            have, waiting = have + size, waiting + 1
         admitted = [base, *(w for w in kept if w.admitted and self._known(w))]
-        nodes = min(sum(w.nodes for w in admitted) - base.standbys, demand.maximum)
+        nodes = demand.fit(min(sum(w.nodes for w in admitted) - base.standbys, most))
         words = f"the queue {base.queue} has admitted {counted(nodes, 'node')}"
         if waiting:
-            words += f"; {counted(demand.maximum - nodes, 'more node')} wait for quota"
+            words += f"; {counted(most - nodes, 'more node')} wait for quota"
         changes = self._released(
             [w for w in steps if w not in kept],
             self._grant(nodes, words + note, self._placements(admitted)),
         )
         return Changes(tuple(create), *_rest(changes))
+
+    def _useful(self, job: ElasticJob, demand: Demand) -> int:
+        """Return the number of nodes for which a job asks.
+
+        A job that scales by itself asks for what it may use soon: the nodes that its master wants,
+        or the larger size that its measured speeds recommend. Quota without Pods would be lost to
+        all others.
+
+        Args:
+            job: the job.
+            demand: what it may have.
+        """
+        scaling, most = job.worker.scaling, max(demand.least, demand.fit(demand.maximum))
+        if scaling is None or scaling.mode != "auto":
+            return most
+        if self._speed is None:
+            return min(most, max(demand.least, demand.fit(max(job.worker.replicas, self._wanted))))
+        size = min(most, max(demand.least, demand.fit(self._wanted)))
+        top = min(most, max(size, demand.most))
+        if scaling.objective != "throughput":
+            return top
+        sizes = [size]
+        while sizes[-1] < top:  # by a tenth, or to the next size
+            larger = max(demand.after(sizes[-1]), demand.fit(sizes[-1] * 11 // 10))
+            sizes.append(min(larger, top))
+        best = max(map(demand.speed, sizes))
+        enough = next(n for n in sizes if demand.speed(n) * (1 + scaling.min_gain / 4) >= best)
+        gain = demand.speed(enough) / demand.speed(size) - 1
+        return enough if gain >= scaling.min_gain else size
 
     def _known(self, workload: Workload) -> bool:
         """Return whether all flavors of a Workload are known, as far as it has any."""
@@ -532,7 +566,7 @@ def _workload(job: ElasticJob, obj: Obj, queue: str, step: int, demand: Demand, 
     }
     notes = {NOTE_STEP: str(step)}
     if step == 0:
-        notes[NOTE_STANDBYS] = str(nodes - demand.minimum)
+        notes[NOTE_STANDBYS] = str(nodes - demand.least)
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
     return {
         "metadata": {

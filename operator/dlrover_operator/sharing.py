@@ -4,7 +4,7 @@ import asyncio
 import math
 from collections.abc import Callable, Iterable
 
-from dlrover_operator.allotment import HeldPod, Host, SharedHosts, decide
+from dlrover_operator.allotment import HeldPod, Host, SharedHosts, decide, hold
 from dlrover_operator.observed import Key, Obj
 from dlrover_operator.views import Views
 from dlrover_py.kubernetes.client import KubeClient
@@ -14,6 +14,8 @@ from dlrover_py.protocol.autoscale import NodeAllocation
 
 REASONS_S = 10.0
 """Seconds between two writes that change only reasons."""
+REASONS = 50
+"""Reasons that are written at once: a change of a number must not wait for many of them."""
 WORKERS = f"{names.LABEL_JOB},{names.LABEL_ROLE}={names.ROLE_WORKER}"
 """Label selector of the Pods of all workers."""
 
@@ -42,9 +44,8 @@ class Sharing:
         self._shared, self._scopes = shared, scopes
         self._views = Views(api, changed=changed, failed=failed)
         self._reasons_at = 0.0
-
-    again_s = math.inf
-    """Seconds until the next decision if nothing changes."""
+        self.again_s = math.inf
+        """Seconds until the next decision if nothing changes."""
 
     async def follow(self) -> None:
         """Observe hosts and Pods until the task is canceled. Errors of the server do not end it."""
@@ -60,22 +61,49 @@ class Sharing:
 
     @property
     def ready(self) -> bool:
-        """Whether all hosts and Pods were listed once."""
-        return self._views.listed == len(self._scopes) + (not self._shared.capacity)
+        """Whether all hosts and Pods were listed once, or cannot be listed."""
+        return self._views.settled == self._watches
+
+    @property
+    def _watches(self) -> int:
+        """The number of lists that are observed."""
+        return len(self._scopes) + (not self._shared.capacity)
 
     def writes(self, jobs: Iterable[Obj], now: float) -> dict[Key, NodeAllocation]:
         """Return the allocations to write now, by job.
 
-        Those that change only the reason are left out, if some were written less than
-        ``REASONS_S`` seconds ago.
+        Those that change only the reason come after all others, in portions. If hosts or Pods
+        cannot be listed, all numbers stay, and the reasons say so.
 
         Args:
             jobs: all ElasticJobs.
             now: Unix time.
         """
-        found = decide(jobs, self._views.all(NODES), self._views.all(PODS), self._shared, now)
-        if abs(now - self._reasons_at) < REASONS_S:
-            return {key: one for key, one in found.items() if one.since == now}
-        if any(one.since != now for one in found.values()):
-            self._reasons_at = now
-        return found
+        self.again_s = math.inf
+        if self._views.listed < self._watches:
+            why = next(iter(self._views.refusals.values()), "they were not listed yet")
+            why = f"the hosts and Pods of the cluster cannot be observed: {why}"
+            return self._in_portions(hold(jobs, now, why), now)
+        hosts: list[Host] = list(self._views.all(NODES))
+        found = decide(jobs, hosts, self._views.all(PODS), self._shared, now)
+        self.again_s = min((s for h in hosts if (s := h.lost_in(now))), default=math.inf)
+        return self._in_portions(found, now)
+
+    def _in_portions(
+        self, found: dict[Key, NodeAllocation], now: float
+    ) -> dict[Key, NodeAllocation]:
+        """Return what is written now: all numbers, and then some of the changed reasons.
+
+        Args:
+            found: the allocations that must change.
+            now: Unix time.
+        """
+        numbers = {key: one for key, one in found.items() if one.since == now}
+        reasons = [key for key in found if key not in numbers]
+        early = abs(now - self._reasons_at) < REASONS_S
+        if reasons and (early or len(reasons) > REASONS):
+            self.again_s = min(self.again_s, REASONS_S)
+        if early or not reasons:
+            return numbers
+        self._reasons_at = now
+        return numbers | {key: found[key] for key in reasons[:REASONS]}

@@ -1,5 +1,6 @@
 """The allocator: bounds, order, capacity, and that sizes come to rest, for any set of jobs."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -8,7 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrover_py.allocator import BETTER, CHURN, Allocation, Demand, Pool, allocate
+from dlrover_py.allocator import (
+    BETTER,
+    CHURN,
+    PATIENCE_S,
+    Allocation,
+    Demand,
+    Pool,
+    allocate,
+    demand_of,
+)
+from dlrover_py.protocol.autoscale import NodeAllocation
+from tests.builders import elastic_job
 
 DAY_S = 86_400.0
 NOW = 1.8e9
@@ -24,8 +36,11 @@ def demands(draw: st.DrawFn, new: bool = False) -> list[Demand]:
     found = []
     for index in range(draw(st.integers(0, 8))):
         unit = draw(st.sampled_from((1, 1, 2, 4)))
+        only = draw(st.sets(st.integers(1, 3).map((3 * unit).__mul__))) if unit < 3 else set()
         least = draw(st.integers(1, 6)) * unit
         most = least + draw(st.integers(0, 8)) * unit
+        if only:
+            least, most = min(only), max(only)
         sizes = st.one_of(st.just(0), st.integers(least // unit, most // unit).map(unit.__mul__))
         granted = None if new else draw(st.one_of(st.none(), sizes))
         found.append(
@@ -34,11 +49,13 @@ def demands(draw: st.DrawFn, new: bool = False) -> list[Demand]:
                 minimum=least,
                 maximum=most,
                 unit=unit,
+                sizes=tuple(sorted(only)),
                 priority=draw(st.integers(0, 2)),
                 queue=draw(st.sampled_from("ab")),
                 weight=draw(st.sampled_from((1.0, 2.0))),
                 queued_at=NOW - draw(st.integers(0, 7200)),
                 curve=draw(CURVES),
+                standbys=draw(st.sampled_from((0, 0, 1, 3))),
                 measured=draw(st.integers(0, most)),
                 size=0 if new else draw(sizes),
                 granted=granted,
@@ -92,15 +109,18 @@ def test_sizes_are_allowed_and_hosts_are_not_given_twice(
     total = sum(pool.nodes for pool in pools)
     assert found.keys() == {job.name for job in jobs}
     assert sum(one.goal for one in found.values()) <= total
-    held = sum(max(job.size, found[job.name].nodes) for job in jobs)
-    before = sum(max(job.size, job.granted or 0) for job in jobs)
+    old = {job.name: job.size if job.granted is None else job.granted for job in jobs}
+    before = sum(max(job.size, old[job.name]) for job in jobs)
+    # Whichever of the numbers are written: those that rise fit beside all old ones.
+    held = sum(max(job.size, old[job.name], found[job.name].nodes) for job in jobs)
     assert held <= max(total, before), "a host is promised before it is free"
     for job in jobs:
         one = found[job.name]
         start = job.size if job.granted is None else job.granted
         assert one.goal == 0 or job.least <= one.goal <= job.most
-        assert one.goal % job.unit == 0
-        assert one.nodes in (one.goal, start)
+        assert one.goal == job.fit(one.goal)
+        assert one.nodes in (one.goal, start) or max(start + 1, job.least) <= one.nodes < one.goal
+        assert one.nodes in (start, job.fit(one.nodes))
         assert one.nodes <= max(one.goal, start)
         assert one.reason
 
@@ -124,17 +144,15 @@ def test_places_are_in_the_pools_and_minima_are_stable(
 def test_no_minimum_waits_for_the_surplus_or_for_a_lower_priority(
     jobs: list[Demand], nodes: int
 ) -> None:
-    jobs = [replace(job, spot_policy="any", queued_at=NOW) for job in jobs]
+    jobs = [replace(job, spot_policy="any", queued_at=NOW, granted_at=NOW) for job in jobs]
     found = allocate(jobs, [Pool(name="p", nodes=nodes)], NOW)
     for job in jobs:
         if found[job.name].goal:
             continue
-        rest = nodes - sum(
-            other.least
-            for other in jobs
-            if found[other.name].goal and other.priority >= job.priority
-        )
-        assert rest < job.least, f"{job} is held back: {found}"
+        before = [o for o in jobs if found[o.name].goal and o.priority >= job.priority]
+        rest = nodes - sum(other.least + other.standbys for other in before)
+        needs = job.least + (0 if job.size or job.granted else job.standbys)
+        assert rest < needs, f"{job} is held back: {found}"
 
 
 @settings(max_examples=40)
@@ -199,7 +217,7 @@ SIX = [Pool(name="p", nodes=6)]
 
 def test_an_arrival_of_higher_priority_waits_until_the_surplus_is_seen_gone() -> None:
     low = job("low", 2, 6, granted=6)
-    high = job("high", 2, 4, priority=1)
+    high = job("high", 2, 2, priority=1)
     found = allocate([low, high], SIX, NOW)
     assert found["low"].nodes == 4
     assert found["low"].reason == "6→4: 2 nodes given back, high gets them"
@@ -211,6 +229,130 @@ def test_an_arrival_of_higher_priority_waits_until_the_surplus_is_seen_gone() ->
     found = allocate([low, high], SIX, NOW + 2)
     assert nodes(found) == {"low": 4, "high": 2}
     assert found["high"].reason == "2 nodes: the minimum is 2"
+
+
+@given(demands(), st.integers(0, 40), st.integers(1, 10_000))
+def test_no_standby_suspends_a_job(jobs: list[Demand], nodes: int, standbys: int) -> None:
+    """Neither a new job with standbys, nor more standbys of one that has nodes."""
+    jobs = [replace(one, spot_policy="any", granted_at=NOW, queued_at=NOW) for one in jobs]
+    pools = [Pool(name="p", nodes=nodes)]
+    jobs = [replace(one, standbys=0) for one in jobs]
+    has_nodes = [one for one in jobs if one.size or one.granted]
+    before = allocate(has_nodes, pools, NOW)
+    for more in has_nodes:
+        alike = [replace(o, standbys=standbys if o is more else 0) for o in has_nodes]
+        after = allocate(alike, pools, NOW)
+        assert all(after[n].goal for n, one in before.items() if one.goal), after
+    new = job("new", 1, 1, standbys=max(standbys, nodes), priority=9)
+    after = allocate([*has_nodes, new], pools, NOW)
+    assert {n: one.goal for n, one in after.items()} == {
+        n: one.goal for n, one in before.items()
+    } | {"new": 0}
+    assert after["new"].reason == (
+        f"held back: it needs {new.standbys + 1} nodes with "
+        f"{new.standbys} standby{'s' if new.standbys > 1 else ''}, and the cluster has {nodes}"
+    )
+
+
+def test_standbys_are_taken_from_the_surplus_and_return_when_there_is_room() -> None:
+    a = job("a", 2, 6, granted=4)
+    b = job("b", 1, 1, standbys=1)
+    found = allocate([a, b], [Pool(name="p", nodes=4)], NOW)
+    assert found["a"].nodes == 2, "one for b, and one for its standby"
+    assert found["b"] == Allocation(0, 1, found["b"].reason)
+    a = replace(a, granted=2, size=2, granted_at=NOW)
+    found = allocate([a, b], [Pool(name="p", nodes=4)], NOW)
+    assert nodes(found) == {"a": 2, "b": 1}
+    b = job("b", 1, 1, standbys=1, granted=1, standing=1)
+    assert nodes(allocate([a, b], [Pool(name="p", nodes=3)], NOW)) == {"a": 2, "b": 1}
+
+
+def test_free_hosts_are_taken_at_once_while_a_pod_hangs() -> None:
+    a = job("a", 1, 3, granted=3, size=4, granted_at=NOW - 1000)
+    b = job("b", 1, 3, granted=0, granted_at=NOW - 500)
+    found = allocate([a, b], SIX, NOW)
+    assert found["b"].nodes == 2
+    text = "2 nodes: the minimum is 1; 1 more when other jobs have given them back"
+    assert found["b"].reason == text
+    held = replace(b, minimum=3)
+    assert allocate([a, held], SIX, NOW)["b"].nodes == 0
+    running = job("c", 1, 5, granted=2)
+    hangs = job("x", 1, 1, granted=1, size=2, granted_at=NOW - 1000)
+    assert nodes(allocate([running, hangs], SIX, NOW)) == {"c": 4, "x": 1}
+    soon = replace(hangs, granted_at=NOW - 10)
+    found = allocate([running, soon], SIX, NOW)
+    assert found["c"].nodes == 2, "one change of size is better than two"
+
+
+def test_only_given_sizes_are_granted() -> None:
+    worker = {"maxReplicas": 8, "autoscale": {"mode": "auto", "sizes": [4, 8]}}
+    spec = elastic_job(4, 2, **worker)
+    new = demand_of(spec, None, queued_at=0.0, size=0)
+    for total, size in ((3, 0), (4, 4), (5, 4), (7, 4), (8, 8)):
+        found = allocate([new], [Pool(name="p", nodes=total)], NOW)[new.name]
+        assert (found.nodes, found.goal) == (size, size), found
+    urgent = job("urgent", 1, 1, priority=1)
+    running = replace(new, size=8, granted=8, measured=8)
+    found = allocate([running, urgent], [Pool(name="p", nodes=8)], NOW)
+    assert found[new.name].nodes == 4, "7 is no size"
+    four = replace(new, size=4, granted=4, measured=4)
+    found = allocate([four, urgent], [Pool(name="p", nodes=4)], NOW)
+    assert nodes(found) == {new.name: 0, "urgent": 0}, "3 are too few"
+    held = NodeAllocation(nodes=3)
+    assert spec.allocated(held).rests
+    assert not spec.allocated(NodeAllocation(nodes=4)).rests
+    advised = elastic_job(2, 2, maxReplicas=8, autoscale={"mode": "advise", "nodeUnit": 4})
+    assert demand_of(advised, None, queued_at=0.0, size=0).least == 2, "advice changes no size"
+
+
+def test_who_was_held_back_a_moment_ago_blocks_nobody() -> None:
+    jobs = [
+        job("a", 4, 4, granted=4),
+        job("large", 6, 6, queued_at=NOW - 7200, granted=0, granted_at=NOW - 5),
+        job("small", 2, 2, queued_at=NOW),
+    ]
+    assert allocate(jobs, SIX, NOW)["small"].nodes == 2
+    assert allocate(jobs, SIX, NOW + PATIENCE_S)["small"].nodes == 0
+
+
+def test_a_forced_size_is_not_kept_for_long() -> None:
+    lost = job("a", 2, 4, granted=3, granted_at=NOW - 61, forced=True)
+    assert nodes(allocate([lost], SIX, NOW)) == {"a": 4}
+    chosen = replace(lost, forced=False)
+    assert nodes(allocate([chosen], SIX, NOW)) == {"a": 3}
+    assert allocate([job("a", 2, 4, granted=4)], [Pool(name="p", nodes=3)], NOW)["a"].forced
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.tuples(CURVES, st.integers(1, 2)), min_size=2, max_size=3),
+    st.integers(3, 8),
+    st.booleans(),
+)
+def test_a_small_cluster_is_shared_about_as_well_as_possible(
+    about: list[tuple[tuple[float, float, float] | None, int]], total: int, one_by_one: bool
+) -> None:
+    """Compared with all possible sizes, whether the jobs come together or one after the other."""
+    jobs = [
+        job(f"j{i}", 1, total, curve=curve, measured=total, weight=float(weight))
+        for i, (curve, weight) in enumerate(about)
+    ]
+    pools = [Pool(name="p", nodes=total)]
+    rested = list[Demand]()
+    for group in [[one] for one in jobs] if one_by_one else [jobs]:
+        old = [replace(one, granted_at=-math.inf) for one in rested]
+        rested, _, _ = settled([*old, *group], pools)
+    best = max(
+        sum(j.weight * math.log(j.speed(n)) for j, n in zip(jobs, sizes, strict=True))
+        for sizes in itertools.product(range(1, total + 1), repeat=len(jobs))
+        if sum(sizes) <= total
+    )
+    regret = best - utility(rested)
+    assert regret <= REGRET * sum(one.weight for one in jobs), [one.granted for one in rested]
+
+
+REGRET = 0.15
+"""Mean of the logarithm of a speed that the best sizes may have more."""
 
 
 def test_a_job_takes_what_another_has_left() -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dlrover_operator.allotment import HeldPod, Host, SharedHosts, decide, takes_part
@@ -88,7 +88,12 @@ class World:
 
     def promised(self) -> int:
         """Return the nodes that exist or may be created."""
-        return sum(max(self.pods.get(name, 0), self.granted(name)) for name in self.jobs)
+        found = 0
+        for name, one in self.jobs.items():
+            standbys = one["spec"]["replicaSpecs"]["worker"].get("standbyReplicas", 0)
+            granted = self.granted(name)
+            found += max(self.pods.get(name, 0), granted + standbys if granted else 0)
+        return found
 
     def settle(self) -> None:
         for _ in range(60):
@@ -113,7 +118,9 @@ def worlds(draw: st.DrawFn) -> World:
         most = least + draw(st.integers(0, 5))
         priority = draw(st.sampled_from(("0", "1", "high", "low")))
         name, age_s = f"j{index}", float(draw(st.integers(0, 100)))
-        jobs[name] = job(name, most, least, age_s=age_s, priority=priority)
+        standbys = draw(st.sampled_from((0, 0, 0, 1, 2, 100)))
+        more = {"standbyReplicas": standbys} if standbys else {}
+        jobs[name] = job(name, most, least, age_s=age_s, priority=priority, **more)
     late = draw(st.sets(st.sampled_from(sorted(jobs))))
     world = World({}, SharedHosts(capacity=draw(st.integers(1, 12))))
     world.jobs = {name: one for name, one in jobs.items() if name not in late}
@@ -167,6 +174,9 @@ def test_minima_that_fit_are_given_by_priority(world: World) -> None:
     def rank(name: str) -> int:
         return order[world.jobs[name]["spec"]["replicaSpecs"]["worker"]["priority"]]
 
+    def standbys(name: str) -> int:
+        return int(world.jobs[name]["spec"]["replicaSpecs"]["worker"].get("standbyReplicas", 0))
+
     def least(name: str) -> int:
         return int(world.jobs[name]["spec"]["replicaSpecs"]["worker"]["minReplicas"])
 
@@ -174,7 +184,8 @@ def test_minima_that_fit_are_given_by_priority(world: World) -> None:
         if world.granted(name):
             continue
         before = [n for n in world.jobs if world.granted(n) and rank(n) >= rank(name)]
-        assert sum(map(least, before)) + least(name) > world.shared.capacity
+        taken = sum(least(n) + standbys(n) for n in before)
+        assert taken + least(name) + standbys(name) > world.shared.capacity
         assert world.reason(name).startswith("held back: ")
 
 
@@ -223,7 +234,7 @@ def test_nodes_that_nobody_has_taken_yet_are_taken_back_before_they_are_given_aw
     world = World({"a": job("a", 4, 2)}, SharedHosts(capacity=4))
     world.write(world.decide())
     world.jobs["b"] = job("b", 2, 2, priority="high")
-    assert {key[1]: one.nodes for key, one in world.decide().items()} == {"a": 2}
+    assert {key[1]: one.nodes for key, one in world.decide().items()} == {"a": 2, "b": 0}
     world.write(world.decide())
     assert world.decide()["default", "b"].nodes == 2
 
@@ -251,6 +262,139 @@ def test_jobs_that_ask_for_nothing_keep_what_they_hold() -> None:
     world.jobs["a"] = job("a", 9, 1, standbyReplicas=1)
     writes = world.decide()
     assert {key[1]: one.nodes for key, one in writes.items()} == {"a": 10 - 1 - 2 - 1 - 2 - 1}
+
+
+@pytest.mark.parametrize("standbys", [3, 100, 10_000])
+def test_standbys_of_a_job_without_nodes_take_nothing_from_others(standbys: int) -> None:
+    world = World({"a": job("a", 4, 2, priority="high")}, SharedHosts(capacity=4))
+    world.settle()
+    low = job("b", 1, 1, standbyReplicas=standbys, priority="low")
+    world.jobs["b"] = low
+    world.settle()
+    assert (world.granted("a"), world.granted("b")) == (4, 0)
+    assert world.reason("b").startswith("held back: it needs ")
+    world.jobs["c"] = job("c", 1, 1, standbyReplicas=1, priority="high")
+    world.settle()
+    assert (world.granted("a"), world.granted("c")) == (2, 1), "its standby has a host, too"
+
+
+def measured(speed: object, nodes: int = 4, most: int = 8) -> Obj:
+    found = job("odd", most, 1)
+    training = {"phase": "Running", "desired": nodes, "speed": speed}
+    found["status"] = {"allocation": {"nodes": nodes, "since": NOW - 9000}, "training": training}
+    return found
+
+
+NUMBERS = st.one_of(
+    st.floats(),
+    st.floats(0, 1),
+    st.sampled_from((0.0, 5e-324, 1e308, -0.5)),
+    st.integers(),
+    st.none(),
+)
+SPEEDS = st.one_of(
+    st.none(),
+    st.text(max_size=3),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "curve": st.one_of(st.none(), st.lists(NUMBERS, min_size=2, max_size=4)),
+            "most": NUMBERS,
+            "least": NUMBERS,
+            "resizeS": NUMBERS,
+        },
+    ),
+)
+
+
+@given(SPEEDS)
+@example({"curve": [1, -0.5, 0], "most": 8})
+@example({"curve": [0, 1e308, 0], "most": 8})
+@example({"curve": [1e308, 1e308, 1e308], "most": 8})
+@example({"curve": [5e-324, 0, 0], "most": 8, "resizeS": 1e308})
+def test_no_measured_speed_of_one_job_stops_the_others(speed: object) -> None:
+    """Whoever may write the status of one job may write anything."""
+    shared = SharedHosts(capacity=8)
+    writes = decide([measured(speed), job("b", 4, 2)], (), (), shared, NOW)
+    assert sizes(writes)["b"] == 4
+    writes = decide([measured(speed, 8), job("b", 4, 2)], (), (), shared, NOW)
+    assert sizes(writes)["odd"] in range(4, 7), "it gives nodes back, whatever it reports"
+
+
+def test_a_job_that_cannot_be_understood_keeps_its_nodes() -> None:
+    odd = measured(None)
+    odd["status"]["training"]["desired"] = "many"
+    writes = decide([odd, job("b", 8, 1)], (), (), SharedHosts(capacity=8), NOW)
+    assert sizes(writes) == {"odd": 4, "b": 4}
+    assert writes["default", "odd"].reason.startswith(
+        "4 nodes: kept, because the status of the job"
+    )
+
+
+def test_a_number_that_cannot_be_written_does_not_hold_free_hosts() -> None:
+    world = World({"a": job("a", 4, 2), "c": job("c", 2, 1)}, SharedHosts(capacity=8))
+    world.settle()
+    world.jobs["a"]["spec"]["replicaSpecs"]["worker"]["replicas"] = 3
+    world.jobs["b"] = job("b", 2, 1)
+    for _ in range(3):
+        world.now += 400
+        writes = {key: one for key, one in world.decide().items() if key[1] != "a"}
+        world.write(writes)
+        world.follow(["b", "c"])
+    assert {n: world.granted(n) for n in world.jobs} == {"a": 4, "c": 2, "b": 2}
+
+
+def test_without_any_host_all_jobs_keep_their_sizes() -> None:
+    """A selector that matches nothing is a mistake: hosts do not vanish all at once."""
+    shared = SharedHosts(selector="pool=trainin")
+    (one,) = decide([member()], [], MEMBERS, shared, NOW).values()
+    assert one.nodes == 4
+    assert one.reason == (
+        "4 nodes: kept, because no host that is shared exists; check the label selector of the "
+        "allocator"
+    )
+    new = decide([job("b", 1, 1)], [], MEMBERS, shared, NOW)["default", "b"]
+    assert new.nodes == 0
+    assert new.reason.startswith("held back: no host that is shared exists")
+
+
+def test_urgent_numbers_come_before_reasons() -> None:
+    world = World({"z": job("z", 4, 2)}, SharedHosts(capacity=12))
+    world.jobs |= {f"r{i}": job(f"r{i}", 4, 2) for i in range(2)}
+    world.settle()
+    world.jobs |= {f"q{i}": job(f"q{i}", 20, 9) for i in range(20)}
+    world.settle()
+    del world.jobs["r0"], world.pods["r0"]
+    world.jobs = {"a": job("a", 4, 4, priority="high")} | world.jobs
+    world.jobs["b"] = job("b", 2, 2, priority="high")
+    writes = list(world.decide().items())
+    kinds = ["falls" if one.nodes < world.granted(key[1]) else
+             "rises" if one.since == world.now else "reason" for key, one in writes]  # fmt: skip
+    assert kinds == sorted(kinds, key=["falls", "rises", "reason"].index)
+    assert set(kinds) == {"falls", "rises", "reason"}
+
+
+def test_a_host_that_is_back_soon_costs_no_node() -> None:
+    lost = replace(HOSTS[3], open=False, lost_at=NOW)
+    hosts, pods = [*HOSTS[:3], lost], MEMBERS[:3]
+    for least in (1, 4):
+        one = member()
+        one["spec"]["replicaSpecs"]["worker"]["minReplicas"] = least
+        assert sizes(decide([one], hosts, pods, SharedHosts(), NOW + 20)).get("a", 4) == 4
+        after = decide([one], hosts, pods, SharedHosts(), NOW + 46)
+        assert sizes(after) == {"a": 3 if least == 1 else 0}
+    assert decide([one], hosts, pods, SharedHosts(), NOW - 9)["m", "a"].nodes == 0
+    waits = job("b", 1, 1)
+    three = decide([member(3), waits], hosts, pods, SharedHosts(), NOW + 20)
+    assert sizes(three)["b"] == 0, "no new Pod can be there now"
+
+
+def test_a_pod_that_ends_on_a_lost_host_is_no_room() -> None:
+    dead = [*HOSTS[:3], replace(HOSTS[3], open=False)]
+    pods = [MEMBERS[0], replace(MEMBERS[3], ends=True)]
+    writes = decide([member(1), job("b", 3, 1)], dead, pods, SharedHosts(), NOW)
+    granted = {"a": 1} | sizes(writes)
+    assert sum(granted.values()) == 3, granted
 
 
 HOSTS = [Host(f"h{n}", 1, True) for n in range(4)]

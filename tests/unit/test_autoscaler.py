@@ -6,6 +6,7 @@ import pytest
 
 from dlrover_py.master.core.autoscaler import CANDIDATES, candidate_sizes
 from dlrover_py.master.core.events import RoomSeen, Rules
+from dlrover_py.protocol.agents import LoaderState
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.reasons import ConditionReason
@@ -126,6 +127,77 @@ def test_nodes_that_do_not_come_are_given_back() -> None:
     assert len(bench.pods) == 2
     events = [e.message for e in bench.job.state.events if e.reason == "ScaledDown"]
     assert events == ["4→2: 2 nodes did not come"]
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_a_lost_host_is_waited_for_and_not_for_ever(replicas: int) -> None:
+    """The host may come back soon, or never; a growth of long ago makes no difference."""
+    bench = started(scaling_job(replicas=replicas, scaleUpDelaySeconds=6), capacity=4)
+    train(bench, 80)
+    assert (len(bench.members), bench.job.state.scaling.trial) == (4, None)
+    bench.set_capacity(3)
+    bench.kill(bench.members[-1])
+    bench.settle()
+    train(bench, 20)
+    assert condition(bench).message == "3 of 4 nodes train"
+    assert bench.job.state.scaling.target == 4
+    train(bench, 20)
+    assert bench.job.state.scaling.target == 3
+    assert "4→3: 1 node did not come" in [event.message for event in bench.job.state.events]
+    assert len(bench.pods) == 3
+
+
+def train_evenly(bench: Bench, seconds: int, *, loader: bool) -> None:
+    """Train at 10 steps per second, whatever the size: each node has its own samples."""
+    for _ in range(seconds):
+        for agent in bench.living():
+            if agent.running:
+                agent.reach((agent.progress.step if agent.progress else 0) + 10)
+                batch = 32 * len(bench.members)
+                state = LoaderState(micro_batch=32, share=32, batch=batch)
+                agent.loader = state if loader else None
+        bench.pass_time(1.0)
+        bench.settle()
+
+
+def test_samples_of_a_data_loader_count_without_a_metric() -> None:
+    steps = started(scaling_job())
+    train_evenly(steps, 60, loader=False)
+    assert len(steps.members) == 2
+    samples = started(scaling_job())
+    train_evenly(samples, 60, loader=True)
+    assert len(samples.members) == 4
+    assert samples.job.state.scaling.in_samples
+    assert samples.job.state.scaling.samples[4].speed == pytest.approx(1280, rel=0.1)
+
+
+def test_a_number_of_samples_in_some_reports_only_is_kept() -> None:
+    bench = started(scaling_job(most=2))
+    for second in range(60):
+        for agent in bench.living():
+            if agent.running:
+                agent.reach((agent.progress.step if agent.progress else 0) + 20)
+                metrics = {"global_batch": 64.0} if second % 2 else {"loss": 1.0}
+                assert agent.progress is not None
+                agent.progress = agent.progress.model_copy(update={"metrics": metrics})
+        bench.pass_time(1.0)
+        bench.settle()
+    known = bench.job.state.scaling.samples
+    assert {n: round(one.speed, -2) for n, one in known.items()} == {2: 1300}
+
+
+def test_another_template_drops_the_measured_speeds() -> None:
+    bench = started(scaling_job())
+    train(bench, 40)
+    assert set(bench.job.state.scaling.samples) == {2, 4}
+    document = bench.spec.worker.template
+    container = document["spec"]["containers"][0] | {"image": "another"}
+    template = {**document, "spec": {**document["spec"], "containers": [container]}}
+    worker = bench.spec.worker.model_copy(update={"template": template})
+    bench.job.live.template_hash = worker.template_hash
+    train(bench, 1)
+    assert not bench.job.state.scaling.samples
+    assert bench.job.state.scaling.target == 4
 
 
 def test_a_job_without_steps_says_so() -> None:

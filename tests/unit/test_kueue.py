@@ -164,6 +164,82 @@ def running(most: int = 4, least: int = 2, **worker: Any) -> World:
     return world
 
 
+SCALES = {"maxReplicas": 8, "autoscale": {"mode": "auto"}}
+
+
+def admit_all(world: World) -> None:
+    """Admit all steps for an hour of decisions."""
+    for _ in range(4):
+        for one in list(world.workloads.values()):
+            if not one.reserved:
+                world.admit(one.step)
+        world.settle()
+
+
+def report(world: World, **speed: Any) -> None:
+    """Have the master report what it has measured."""
+    world.job["status"]["training"]["speed"] = speed
+
+
+def test_a_job_that_scales_by_itself_holds_no_quota_that_it_does_not_use() -> None:
+    """It asks for its replicas, and then for what its measured speeds recommend."""
+    world = World(job(2, 2, **SCALES))
+    world.settle()
+    admit_all(world)
+    assert (world.nodes, world.quota().total(), world.steps()) == (2, 2, [0])
+
+    @dataclass
+    class Scaled(World):
+        target: int = 2
+        speed: dict[str, Any] = field(default_factory=dict)
+
+        def master(self) -> None:
+            super().master()
+            may = (self.read or {}).get("nodes", 0)
+            self.wanted = min(self.target, may)
+
+        def publish(self) -> None:
+            super().publish()
+            if self.speed:
+                report(self, **self.speed)
+
+    grows = Scaled(world.job, workloads=world.workloads, objects=world.objects, pods=world.pods)
+    grows.speed = {"most": 2, "least": 2}
+    grows.settle()
+    admit_all(grows)
+    assert (grows.nodes, grows.quota().total()) == (4, 4), "twice as many as were measured"
+    grows.target = 4
+    grows.speed = {"most": 4, "least": 2, "curve": [0.1, 0.0, 0.0]}
+    grows.settle()
+    admit_all(grows)
+    assert (grows.nodes, grows.quota().total()) == (8, 8)
+    grows.speed = {"most": 4, "least": 2, "curve": [0.1, 0.1, 0.0]}
+    grows.target = 2
+    grows.settle()
+    assert (grows.nodes, grows.quota().total(), len(grows.pods)) == (2, 2, 2)
+    assert grows.reason == "the queue team has admitted 2 nodes"
+
+
+def test_quota_follows_the_given_sizes() -> None:
+    worker = {"maxReplicas": 16, "autoscale": {"mode": "auto", "sizes": [4, 8, 16]}}
+    world = World(job(16, 2, **worker))
+    world.settle()
+    base = world.objects["elasticjob-x-u-x-0"]["spec"]
+    assert base["podSets"][0]["count"] == 4, "with two nodes it could not train"
+    world.admit(0)
+    world.settle()
+    assert (world.steps(), world.nodes) == ([0, 1], 4)
+    world.admit(1)
+    world.settle()
+    assert (world.steps(), world.nodes) == ([0, 1, 2], 8)
+    assert world.workloads["elasticjob-x-u-x-2"].nodes == 8
+    world.admit(2)
+    world.settle()
+    world.evict(1)
+    world.settle()
+    assert world.nodes == 8, "12 is no size"
+
+
 def test_the_base_comes_first_and_steps_follow_with_a_lower_priority() -> None:
     world = World(job(most=6, nodeUnit=2, standbyReplicas=1, priority="7"))
     world.settle()

@@ -87,15 +87,17 @@ class Run:
     def tick(self, seconds: float = 60.0) -> None:
         self.now += seconds
         view = self.view()
+        self.record.observe(view.size, view.target, self.now)
         error = self.random.gauss(1, self.noise) if self.noise else 1.0
-        self.record.measured(view.size, self.curve(view.size) * max(0.2, error), self.now)
+        speed = self.curve(view.size) * max(0.2, error)
+        self.record.measured(view.size, speed, self.now, self.noise)
         decision = decide(self.record, view, self.wish)
         assert decision.target in self.sizes, "a target is an allowed size"
         assert decision.again_at > self.now
         assert decision == decide(self.record, view, self.wish), "the same again"
         self.reasons.append(decision.reason)
+        self.record.move(decision, view)
         if decision.target != view.target:
-            self.record.move(decision, view)
             self.record.resized(self.resize_s)
             self.sizes_taken.append((self.now, self.size))
             again = decide(self.record, self.view(), self.wish)
@@ -209,10 +211,99 @@ def test_nodes_that_do_not_come_are_given_back() -> None:
     run = Run(law(0.0), range(4, 9)).hours(0.1)
     assert run.size == 8
     view = replace(run.view(), size=5)
-    late = run.record.trial.at + WAITS * AUTO.scale_up_delay_seconds if run.record.trial else 0.0
+    run.record.observe(5, 8, run.now)
+    late = run.now + WAITS * AUTO.scale_up_delay_seconds
     assert decide(run.record, replace(view, now=late - 1), run.wish).target == 8
     given = decide(run.record, replace(view, now=late), run.wish)
     assert (given.target, given.reason) == (5, "8→5: 3 nodes did not come")
+
+
+@dataclass
+class Full(Run):
+    """A job on a platform that cannot say how many nodes it has room for."""
+
+    hosts: int = 4
+
+    def view(self) -> View:
+        return replace(super().view(), size=min(self.size, self.hosts), room=None)
+
+    def ticks(self, seconds: float) -> None:
+        """Let time pass in small steps."""
+        end = self.now + seconds
+        while self.now < end:
+            self.tick(10.0)
+
+
+def test_a_full_cluster_is_asked_again_after_growing_delays() -> None:
+    run = Full(law(0.0), range(4, 65))
+    run.ticks(6 * 3600)
+    asked = [at for at, size in run.sizes_taken if size > 4]
+    assert 3 <= len(asked) <= 12
+    assert {size for _, size in run.sizes_taken} == {4, 8}
+    assert asked[-1] - asked[-2] > 2 * (asked[1] - asked[0])
+    assert not run.record.moves, "what has not come was no change of size"
+    run.hosts = 8
+    run.ticks(2 * 3600)
+    assert run.view().size == 8
+    assert run.record.absence is not None
+    assert run.record.absence.size == 8, "the next size was asked for after that"
+
+
+def test_lost_nodes_are_waited_for_and_not_for_ever() -> None:
+    """Whether the job has grown before or not."""
+    for record in (ScalingRecord(target=4), ScalingRecord(target=4, trial=Trial(2, 4, NOW - 1e5))):
+        run = Full(law(0.0), range(2, 5), record=record, hosts=4)
+        run.ticks(1200)
+        assert (run.size, run.record.trial) == (4, None)
+        run.hosts = 3
+        run.ticks(WAITS * AUTO.scale_up_delay_seconds - 30)
+        assert run.size == 4, "the host may come back"
+        run.ticks(60)
+        assert run.size == 3
+        assert "4→3: 1 node did not come" in run.reasons
+        run.hosts = 4
+        run.ticks(3600)
+        assert run.size == 4, "it tries again"
+
+
+def test_a_script_that_becomes_slower_keeps_its_size() -> None:
+    """The speeds of other sizes are as old as those of the script before."""
+    factor = [1.0]
+    run = Run(lambda n: 10.0 * n * factor[0], [4, 8]).hours(3)
+    assert (run.size, run.record.trial) == (8, None)
+    factor[0] = 0.4
+    run.hours(3)
+    assert [size for _, size in run.sizes_taken] == [8]
+    assert run.record.samples[4].speed == pytest.approx(16.0)
+
+
+def test_a_growth_whose_gain_is_not_clear_is_measured_longer() -> None:
+    record = ScalingRecord(target=8, trial=Trial(4, 8, NOW))
+    record.samples = {4: Sample(10.0, NOW - 60, 0.03)}
+    run = Run(law(0.0), [4, 8], record=record)
+    record.measured(8, 9.9, NOW + 60, 0.03)
+    run.now = NOW + 60
+    view = run.view()
+    found = decide(record, view, run.wish)
+    assert (found.target, found.why) == (8, ConditionReason.MEASURING)
+    assert "is not clear yet: the speeds differ too much" in found.reason
+    later = decide(record, replace(view, now=found.again_at), run.wish)
+    assert later.target == 4
+    record.samples[8] = Sample(9.9, NOW + 60, 0.003)
+    record.samples[4].error = 0.003
+    assert decide(record, view, run.wish).target == 4
+    slow = decide(record, replace(view, slow=True), run.wish)
+    assert slow.target == 8
+    assert slow.reason.endswith("is not clear yet: the steps are slow")
+
+
+def test_another_template_begins_anew() -> None:
+    run = Run(law(0.0), [4, 8]).hours(1)
+    run.record.renew("a")
+    assert set(run.record.samples) == {4, 8}, "those of a master that knew no templates stay"
+    run.record.renew("b")
+    assert not run.record.samples
+    assert run.record.target == 8
 
 
 def test_a_growth_that_brings_nothing_is_taken_back_and_not_tried_again_soon() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from dlrover_py.master.core.history import CoreContext
 from dlrover_py.master.core.nodes import Readiness
 from dlrover_py.master.core.scaling import Decision, View, Wish, decide, spare_wait_s
-from dlrover_py.master.core.speed import SpeedMeter, SpeedModel
+from dlrover_py.master.core.speed import WINDOWS, SpeedMeter, SpeedModel
 from dlrover_py.master.core.spot import SpotHosts
 from dlrover_py.master.core.state import NON_DISRUPTIVE, PendingRound
 from dlrover_py.protocol.job import ReplicaSpec
@@ -15,7 +15,11 @@ from dlrover_py.protocol.reasons import ConditionReason, EventReason
 from dlrover_py.protocol.status import JobPhase, MeasuredSpeed
 
 GLOBAL_BATCH = "global_batch"
-"""Metric of ``report_step`` with the samples of a step; speeds are then samples per second."""
+"""Metric of ``report_step`` with the samples of a step; speeds are then samples per second. Without
+it, the number that an ``ElasticLoader`` reports is used."""
+UNKNOWN = 3
+"""Measurements of a round after which a script that says nothing of samples counts steps, although
+it has reported samples in an earlier round."""
 CANDIDATES = 64
 """Sizes that are compared at most; beyond it, they grow by a tenth from one to the next."""
 SOONEST_S = 0.05
@@ -33,6 +37,8 @@ class Autoscaler:
         self._meter = SpeedMeter(self.live.rules.measure_s)
         self._round = (-1, False)
         """Number of the round that is measured, and whether a round runs."""
+        self._batch = 0.0
+        """Samples of a step in the round that is measured; 0 if they are not known."""
         self._spot = SpotHosts(context)
         self._wish = Wish()
         self._decided: tuple[object, ...] = ()
@@ -64,6 +70,7 @@ class Autoscaler:
                 view.room,
                 view.stepped,
                 view.coming,
+                view.slow,
             ),
         )
         made_from += (self._meter.count, self.live.spec.metadata.generation)
@@ -72,6 +79,9 @@ class Autoscaler:
             return False
         self._decided = made_from
         decision = decide(record, view, self._wish)
+        if decision.verified and record.trial is not None:
+            record.trial = None
+            self.state.changed()
         self._again_at = math.inf
         if decision.again_at < math.inf:
             wait_s = max(SOONEST_S, decision.again_at - view.now)
@@ -132,6 +142,12 @@ class Autoscaler:
             if granted is not None and not rests:
                 self.live.scaling_reason = ConditionReason.ALLOCATED, granted.reason
             return False
+        template = self.live.template_hash
+        if template != record.template:
+            if record.template:
+                self.live.speed, self._meter = None, SpeedMeter(self.live.rules.measure_s)
+            record.renew(template)
+            self.state.changed()
         if worker.scaling.mode == "advise":
             if record.target is not None:
                 record.target = record.trial = None
@@ -152,18 +168,21 @@ class Autoscaler:
         here = (state.round, world is not None)
         if here != self._round:
             self._round, self._meter = here, SpeedMeter(live.rules.measure_s)
+            self._batch = 0.0
         size = len(world.members) if world is not None else 0
         pending = state.pending_round
         if pending is not None and pending.kind not in NON_DISRUPTIVE:
             size = 0
-        batch = 0.0
         progress = live.progress[1] if live.progress is not None else None
         if size and progress is not None:
             self._note_resize()
-            batch = progress.metrics.get(GLOBAL_BATCH, 0.0)
+            self._note_batch(progress.metrics.get(GLOBAL_BATCH, 0.0))
             if self._meter.take(live.now, progress.step):
-                self._note_speed(size, batch)
+                self._note_speed(size, self._batch)
+        batch = self._batch
         target = worker.replicas if record.target is None else record.target
+        if record.observe(size, target, live.steady_wall):
+            state.changed()
         remaining = None
         if progress is not None and progress.total is not None:
             remaining = max(0, progress.total - progress.step) * (batch or 1.0)
@@ -183,6 +202,7 @@ class Autoscaler:
             remaining=remaining,
             undisturbed_s=(max(0.0, age_s) + 3600) / (state.restart_count + 1),
             stepped=state.max_step is not None,
+            slow=bool(live.slow),
             most=max(1, int(batch / per_node)) if batch else 2**31,
         )
 
@@ -209,15 +229,30 @@ class Autoscaler:
             self._resize_lost_s = lost
             self.state.changed()
 
+    def _note_batch(self, reported: float) -> None:
+        """Take in how many samples a step has; a report without the number changes nothing.
+
+        Args:
+            reported: The number in the newest metrics; 0 if there is none.
+        """
+        number, samples = self.live.loader_batch
+        if reported > 0:
+            self._batch = reported
+        elif not self._batch and number == self.state.round:
+            self._batch = float(samples)
+
     def _note_speed(self, size: int, batch: float) -> None:
         """Take in the speed of the round, if it is known exactly enough."""
         record, speed = self.state.scaling, self._meter.speed()
         if speed is None or speed <= 0:
             return
+        if record.in_samples and not batch and self._meter.count < UNKNOWN * WINDOWS:
+            return  # the number of samples may still come
         if record.in_samples != bool(batch):  # the numbers cannot be compared
             record.samples.clear()
             record.in_samples = bool(batch)
-        if record.measured(size, speed * (batch or 1.0), self.live.steady_wall):
+        number = speed * (batch or 1.0)
+        if record.measured(size, number, self.live.steady_wall, self._meter.error):
             self._publish_speed()
             self.state.changed()
 
@@ -226,9 +261,11 @@ class Autoscaler:
         record = self.state.scaling
         if record.samples:
             curve = SpeedModel.fit({n: s.speed for n, s in record.samples.items()}).curve
+            usable = curve is not None and 0 < sum(curve) < math.inf
             self.live.speed = MeasuredSpeed(
-                curve=None if curve is None else list(curve),
+                curve=list(curve) if curve is not None and usable else None,
                 most=max(record.samples),
+                least=min(record.samples),
                 resize_s=record.resize_s,
             )
 

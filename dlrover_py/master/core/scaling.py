@@ -7,7 +7,7 @@ record outlives the master, whose monotonic clock does not.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Annotated
 
@@ -32,6 +32,12 @@ TRUSTED = 2
 """Factor beyond the measured sizes up to which the model is followed in one change."""
 WAITS = 5
 """Delays of ``scaleUpDelaySeconds`` after which nodes that have not come are given back."""
+MAX_ABSENT_S = 3600.0
+"""Longest time for which no larger size is tried after nodes have not come."""
+TRIAL_S = 1800.0
+"""Seconds after which a growth is judged although its gain is not clear."""
+DRIFT = 0.1
+"""Change of the speed of the same size, as a fraction, from which on the script has changed."""
 BAN_S = 1800.0
 """Seconds for which a size that was not worth it is not tried again; doubled each time."""
 MAX_BAN_S = 16 * BAN_S
@@ -61,6 +67,20 @@ class Sample:
     speed: Speed
     at: float
     """Unix time of the measurement."""
+    error: Annotated[float, Field(ge=0)] = 0.0
+    """Standard error, as a fraction of the speed."""
+
+
+@records.dataclass(slots=True, config=_CONFIG)
+class Absence:
+    """Nodes that were asked for, and have not come."""
+
+    size: Count
+    """Nodes that were there. Larger sizes are not tried for a while."""
+    until: float
+    """Unix time until which they are not tried again."""
+    times: Annotated[int, Field(ge=1, le=64)] = 1
+    """How often that happened since a growth succeeded."""
 
 
 @records.dataclass(slots=True, config=_CONFIG)
@@ -89,7 +109,7 @@ class Trial:
 
 @records.dataclass(slots=True, config=_CONFIG)
 class Ban:
-    """A size that was tried and was not worth it, or for which there was no room."""
+    """A size that was tried and was not worth it."""
 
     until: float
     """Unix time until which it is not tried again."""
@@ -117,21 +137,39 @@ class ScalingRecord:
     """The last growth, until its gain is known."""
     bans: dict[int, Ban] = Field(default_factory=dict)
     """Sizes that are not tried for a while."""
+    short_since: float | None = None
+    """Unix time since which fewer nodes than the target train; None if all do."""
+    absence: Absence | None = None
+    """The last nodes that have not come; None once a larger size was reached."""
+    template: str = ""
+    """Digest of the Pod template with which the speeds were measured."""
     advised: Count | None = None
     """The size that was advised last."""
 
-    def measured(self, size: int, speed: float, now: float) -> bool:
+    def measured(self, size: int, speed: float, now: float, error: float = 0.0) -> bool:
         """Take in the speed of a size; return whether the record should be written soon.
+
+        If the same size has become clearly faster or slower, the script has changed. The speeds of
+        all other sizes are then scaled alike, because they were measured before.
 
         Args:
             size: Number of nodes.
             speed: Steps or samples per second, above 0.
             now: Unix time.
+            error: Standard error of the speed, as a fraction of it.
         """
         old = self.samples.get(size)
-        if old is not None and old.at + 600 > now and abs(speed / old.speed - 1) < 0.03:
-            return False
-        self.samples[size] = Sample(speed, now)
+        if old is not None:
+            change = speed / old.speed
+            exact = error >= 0.75 * old.error
+            if old.at + 600 > now and abs(change - 1) < 0.03 and exact:
+                return False
+            clear = abs(change - 1) > max(DRIFT, 3 * math.hypot(error, old.error))
+            if clear and self.trial is None:
+                for n, one in self.samples.items():
+                    scaled = min(max(one.speed * change, 1e-300), 1e300)
+                    self.samples[n] = Sample(scaled, one.at, one.error)
+        self.samples[size] = Sample(speed, now, error)
         while len(self.samples) > SIZES_KEPT:
             del self.samples[min(self.samples, key=lambda n: self.samples[n].at)]
         return True
@@ -142,12 +180,47 @@ class ScalingRecord:
         old = self.resize_s
         self.resize_s = seconds if old is None else 0.7 * old + 0.3 * seconds
 
+    def observe(self, size: int, target: int, now: float) -> bool:
+        """Note whether nodes are missing; return whether the record should be written soon.
+
+        Args:
+            size: Nodes in the round; 0 if no round runs undisturbed.
+            target: Nodes that it should have.
+            now: Unix time.
+        """
+        before = self.short_since, self.absence
+        if size >= target:
+            self.short_since = None
+            if self.absence is not None and size > self.absence.size:
+                self.absence = None
+        elif size:
+            # One in the future was dated by another clock.
+            self.short_since = now if self.short_since is None else min(self.short_since, now)
+        return before != (self.short_since, self.absence)
+
+    def renew(self, template: str) -> None:
+        """Drop what was measured with another Pod template: the script may be another one."""
+        if self.template != template:
+            if self.template:
+                self.samples.clear()
+                self.bans.clear()
+                self.trial = None
+            self.template = template
+
     def move(self, decision: "Decision", view: "View") -> None:
-        """Take over the target of a decision; nothing happens if it is the present one."""
+        """Take over a decision: its target, and whether the last growth was worth it."""
+        if decision.verified:
+            self.trial = None
         if self.target == decision.target:
             return
-        start = view.target
-        self.target = decision.target
+        start, trial = view.target, self.trial
+        self.target, self.short_since = decision.target, None
+        if decision.absent_s is not None:
+            before = self.absence.times if self.absence is not None else 0
+            wait_s = min(MAX_ABSENT_S, decision.absent_s * 2 ** min(before, 10))
+            self.absence = Absence(view.size, view.now + wait_s, min(before + 1, 64))
+            if trial is not None and view.size <= trial.start and self.moves:
+                self.moves.pop()  # the size has not changed
         if decision.ban is not None:
             size, seconds = decision.ban
             times = self.bans[size].times + 1 if size in self.bans else 1
@@ -164,7 +237,7 @@ class ScalingRecord:
 
     def forget(self) -> None:
         """Drop what was measured and decided: the job does not scale by itself any more."""
-        self.target = self.trial = self.advised = None
+        self.target = self.trial = self.advised = self.short_since = self.absence = None
         self.samples.clear()
         self.moves.clear()
         self.bans.clear()
@@ -197,6 +270,8 @@ class View:
     """Seconds that the start of the job took; a change of size takes about as long."""
     stepped: bool = True
     """Whether the script has reported steps."""
+    slow: bool = False
+    """Whether the steps are slow for another reason than the size, such as a slow node."""
     most: int = 2**31
     """Nodes at most, because the global batch has no more samples than these have workers."""
 
@@ -215,6 +290,10 @@ class Decision:
     """Whether the change was made for its gain: it is tried, and counts as a change."""
     ban: tuple[int, float] | None = None
     """A size that is not to be tried again soon, and for how many seconds at first."""
+    absent_s: float | None = None
+    """Seconds for which no larger size is tried at first, if nodes have not come."""
+    verified: bool = False
+    """Whether the last growth has brought enough, and is on trial no more."""
 
 
 @dataclass(slots=True)
@@ -245,7 +324,7 @@ def decide(record: ScalingRecord, view: View, wish: Wish) -> Decision:
         view: What is known at this moment.
         wish: The change that looked better the last time.
     """
-    target, spec = view.target, view.spec
+    target = view.target
     if target not in view.sizes:
         fits = [size for size in view.sizes if size <= target]
         size = fits[-1] if fits else view.sizes[0]
@@ -268,13 +347,21 @@ def decide(record: ScalingRecord, view: View, wish: Wish) -> Decision:
         return Decision(target, ConditionReason.MEASURING, text, _wait_of(record, view))
     speeds = {n: s.speed for n, s in record.samples.items()}
     model = SpeedModel.fit(speeds)
-    failed = _verified(record, view, model)
-    if failed is not None:
-        return failed
+    verdict = _verified(record, view, model)
+    if isinstance(verdict, Decision):
+        return verdict
+    return replace(_compared(record, view, wish, model), verified=verdict)
+
+
+def _compared(record: ScalingRecord, view: View, wish: Wish, model: SpeedModel) -> Decision:
+    """Return the size that the objective prefers, once it may be taken."""
+    target, spec = view.target, view.spec
     choice, kept = _choose(record, view, model)
     if choice is None:
         wish.size = 0
-        again = min((b.until for b in record.bans.values() if b.until > view.now), default=math.inf)
+        ends = [ban.until for ban in record.bans.values()]
+        ends += [record.absence.until] if record.absence is not None else []
+        again = min((end for end in ends if end > view.now), default=math.inf)
         return Decision(target, ConditionReason.SIZE_KEPT, f"not scaled: {kept}", again)
     text = f"{target}→{choice.size}: {choice.text}"
     until = _allowed_at(record, view, choice.size)
@@ -315,42 +402,60 @@ def spare_wait_s(limit_s: float | None, *, resize_s: float | None, lost: int, si
 
 
 def _given_back(record: ScalingRecord, view: View) -> Decision | None:
-    """Return the decision to give up nodes that were asked for and have not come in time."""
+    """Return the decision to give up nodes that are missing and have not come in time.
+
+    They may be new ones, or replacements of lost ones.
+    """
+    if view.now < _wait_of(record, view):
+        return None
     trial = record.trial
-    if trial is None or trial.goal != view.target or not 0 < view.size < view.target or view.coming:
+    start = trial.start if trial is not None and trial.goal == view.target else 0
+    fits = [n for n in view.sizes if n <= max(view.size, start)]
+    back = fits[-1] if fits else view.sizes[0]
+    if back >= view.target:
         return None
-    wait_s = float(WAITS * view.spec.scale_up_delay_seconds)
-    if view.now < min(trial.at, view.now) + wait_s:
-        return None
-    back = max([n for n in view.sizes if n <= max(view.size, trial.start)], default=view.sizes[0])
     missing = view.target - view.size
     text = f"{view.target}→{back}: {counted(missing, 'node')} did not come"
-    return Decision(back, ConditionReason.RESIZED, text, ban=(view.target, wait_s))
+    wait_s = float(2 * WAITS * view.spec.scale_up_delay_seconds)
+    return Decision(back, ConditionReason.RESIZED, text, absent_s=wait_s)
 
 
 def _wait_of(record: ScalingRecord, view: View) -> float:
-    """Return when nodes that were asked for and have not come are given back."""
-    if record.trial is None or not 0 < view.size < view.target or view.coming:
+    """Return when missing nodes are given up."""
+    if not 0 < view.size < view.target or view.coming or view.spec.mode != "auto":
         return math.inf
-    return record.trial.at + WAITS * view.spec.scale_up_delay_seconds
+    if record.short_since is None:
+        return math.inf
+    return min(record.short_since, view.now) + WAITS * view.spec.scale_up_delay_seconds
 
 
-def _verified(record: ScalingRecord, view: View, model: SpeedModel) -> Decision | None:
+def _verified(record: ScalingRecord, view: View, model: SpeedModel) -> Decision | bool:
     """Return the decision to take a growth back that has not brought half of ``minGain``.
 
-    None if it has, or no growth is on trial, or it was measured before and after at least once.
+    If it is not clear whether it has, or a slow node may be the reason, the size stays for a while.
+    True stands for a growth that is on trial no more, and False for one that still is.
     """
     trial = record.trial
-    if trial is None or trial.goal != view.size or trial.start not in record.samples:
-        return None
-    if record.samples[view.size].at < trial.at or trial.start not in view.sizes:
-        return None
-    before = record.samples[trial.start].speed
-    gain = record.samples[view.size].speed / before - 1
-    if gain >= view.spec.min_gain / 2 or view.spec.objective != "throughput":
-        return None
+    if trial is None or trial.goal != view.size:
+        return False
+    if trial.start not in record.samples or trial.start not in view.sizes:
+        return True  # there is nothing to compare it with, or nothing to go back to
+    before, after = record.samples[trial.start], record.samples[view.size]
+    if after.at < trial.at:
+        return False
+    gain = after.speed / before.speed - 1
+    least = view.spec.min_gain / 2
+    until = min(trial.at, view.now) + TRIAL_S
+    unclear = abs(gain - least) <= 1.5 * math.hypot(before.error, after.error)
+    if view.now < until and (unclear or (view.slow and gain < least)):
+        text = f"whether {counted(view.size - trial.start, 'more node')} are worth it"
+        cause = "the steps are slow" if view.slow else "the speeds differ too much"
+        text = f"{text} is not clear yet: {cause}"
+        return Decision(view.target, ConditionReason.MEASURING, text, until)
+    if gain >= least or view.spec.objective != "throughput":
+        return True
     if _reversible_at(record, view.now, trial.start, view.size) > view.now:
-        return None
+        return False
     text = f"{view.size}→{trial.start}: {view.size - trial.start} more nodes added {_share(gain)}"
     return Decision(trial.start, ConditionReason.RESIZED, text, counts=True, ban=(view.size, BAN_S))
 
@@ -473,7 +578,9 @@ def _paid(view: View, faster: float, speed: float, resize_s: float) -> float:
 
 def _is_banned(record: ScalingRecord, size: int, now: float) -> bool:
     """Return whether a size is not tried now; a ban from the future is one of another clock."""
-    ban = record.bans.get(size)
+    ban, absence = record.bans.get(size), record.absence
+    if absence is not None and size > absence.size and now < absence.until <= now + MAX_ABSENT_S:
+        return True
     return ban is not None and now < ban.until <= now + MAX_BAN_S
 
 

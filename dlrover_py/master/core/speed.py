@@ -71,6 +71,16 @@ class SpeedMeter:
         """Drop the open window: the master itself stood still in it."""
         self._start = None
 
+    @property
+    def error(self) -> float:
+        """Return the standard error of the speed, as a fraction of it."""
+        speeds = [steps / seconds for steps, seconds in self._windows]
+        if len(speeds) < 2:
+            return 1.0
+        usual = _median(speeds)
+        spread = _SIGMA * _median([abs(speed - usual) for speed in speeds])
+        return min(1.0, spread / usual / math.sqrt(len(speeds))) if usual > 0 else 1.0
+
     def speed(self) -> float | None:
         """Return the steps per second; None until they were once known exactly enough.
 

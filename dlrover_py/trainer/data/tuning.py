@@ -220,6 +220,7 @@ class LoaderTuner:
             "step": self._step,
             "micro_batch": size,
             "share": share,
+            "batch": min(2**53, sampler.global_batch),
             "loader_workers": min(MAX_LOADER_WORKERS, self.workers),
             "most_workers": min(MAX_LOADER_WORKERS, self._fewest_cpus),
             "measured": meter.steps,
