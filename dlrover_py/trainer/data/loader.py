@@ -190,8 +190,9 @@ class ElasticLoader:
         if ledger is not None:
             if not segment:
                 raise ConfigError(
-                    "data: rank 0 cannot write the ledger (see its log): expected a folder that "
-                    "it can write; mend it, or leave ledger= out"
+                    f"data: rank 0 cannot use the ledger: {ledger.fault or 'see its log'}: "
+                    "expected a folder of this loader that it can write; mend it, or leave "
+                    "ledger= out"
                 )
             if is_first:
                 try:

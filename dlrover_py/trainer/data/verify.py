@@ -295,9 +295,10 @@ def verify(folder: Path) -> LedgerReport:
     for stretch in history:
         order = stretch.order
         if orders and replace(next(iter(orders.values())), epoch=order.epoch) != order:
-            problems.append(
+            faults.append(
                 f"segment {stretch.start.segment}: it has another dataset, seed or order than the "
-                "ones before"
+                "ones before: its steps belong to another epoch's samples, or another loader has "
+                "this ledger, too"
             )
         orders[order.epoch] = order
         intervals.setdefault(order.epoch, []).extend(prove(stretch, problems, faults))
