@@ -49,7 +49,11 @@ from dlrover_py.protocol.shards import (
 from dlrover_py.shards.order import ShardOrder, ShardTable
 from dlrover_py.shards.queue import ShardQueue
 from dlrover_py.shards.records import QueueRecord
-from dlrover_py.trainer.data.shard_sources import ShardSource, ShardUnreadableError
+from dlrover_py.trainer.data.shard_sources import (
+    ShardSource,
+    ShardUnreadableError,
+    fingerprint_of,
+)
 from dlrover_py.trainer.data.streams import StreamSource
 from dlrover_py.trainer.settings import Settings
 
@@ -363,12 +367,18 @@ class ShardLoader:
             ConfigError: the state has another form, or belongs to other data. Nothing changes.
         """
         try:
-            samples, order, text = state["samples"], state["order"], state["ledger"]
+            dataset, text = state["dataset"], state["ledger"]
+            samples, order = state["samples"], state["order"]
             ledger = Ledger.model_validate_json(text)
         except (KeyError, TypeError, ValidationError) as error:
             raise ConfigError(
                 f"dataset {self.name}: expected the state of a ShardLoader, found {error}"
             ) from error
+        if dataset != self.name:
+            raise ConfigError(
+                f"dataset {self.name}: expected a state of this dataset, found that of the dataset "
+                f"{dataset}: each loader needs its own state, and the name of the checkpoint"
+            )
         if samples != self._spec.samples:
             raise ConfigError(
                 f"dataset {self.name}: expected {samples} samples, as in the checkpoint, found "
@@ -376,8 +386,8 @@ class ShardLoader:
             )
         if order != self._spec.order:
             raise ConfigError(
-                f"dataset {self.name}: expected the shards, seed and shuffle of the checkpoint, "
-                "found others"
+                f"dataset {self.name}: expected the files, shards, seed and shuffle of the "
+                "checkpoint, found others"
             )
         self._ledger = ledger
         self._loads += 1
@@ -600,7 +610,8 @@ def _described(
             )
         fields = {**fields, "seed": 0, "shuffle": False, "range_size": source.range_size}
     else:
-        fields = {**fields, "sizes": _run_lengths(source.sizes, name)}
+        identity = {"fingerprint": fingerprint_of(source)}
+        fields = {**fields, **identity, "sizes": _run_lengths(source.sizes, name)}
     place = settings.local_rank if settings.place is None else settings.place
     try:
         spec = DatasetSpec(**fields)

@@ -36,7 +36,7 @@ from dlrover_py.trainer.data.sampler import ElasticSampler
 log = logging.getLogger(__name__)
 
 
-_IDENTITY = ("length", "seed", "shuffle", "block")
+_IDENTITY = ("length", "seed", "shuffle", "block", "fingerprint")
 """Fields of a header that all segments of a ledger have in common."""
 
 
@@ -158,6 +158,7 @@ class LedgerWriter:
             seed=sampler.seed,
             shuffle=sampler.shuffle,
             block=sampler.block,
+            fingerprint=sampler.fingerprint,
         )
         line = header.encode() + b"\n"
         file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
