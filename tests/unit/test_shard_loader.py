@@ -6,11 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dlrover_py.protocol.errors import ConfigError
-from dlrover_py.protocol.shards import AnswerCode, DatasetSpec, Ledger, ShardRequest
+from dlrover_py.protocol.shards import (
+    AnswerCode,
+    DatasetSpec,
+    Ledger,
+    ShardAnswer,
+    ShardRequest,
+)
 from dlrover_py.shards.queue import ShardQueue
 from dlrover_py.shards.records import QueueRecord
 from dlrover_py.trainer.data import (
@@ -19,6 +25,7 @@ from dlrover_py.trainer.data import (
     ParquetSource,
     ShardLoader,
     ShardUnreadableError,
+    leases,
 )
 from dlrover_py.trainer.data.shard_sources import ShardSource
 
@@ -265,6 +272,67 @@ def test_nodes_with_another_order_of_files_are_refused(tmp_path: Path) -> None:
     answers = [queue.take(str(node), one, 0.0) for node, one in enumerate(requests)]
     assert [one.code for one in answers] == [AnswerCode.OK, AnswerCode.REFUSED, AnswerCode.OK]
     assert "sort the list of a folder" in answers[1].why
+
+
+class QueueOfTheMaster:
+    """The way to one queue, which outlives the loaders of a process."""
+
+    def __init__(self, path: str) -> None:
+        self.queue: ShardQueue | None = None
+
+    def ask(self, request: ShardRequest) -> ShardAnswer:
+        if self.queue is None:
+            assert request.spec is not None
+            self.queue = ShardQueue(QueueRecord(spec=request.spec))
+        return self.queue.take("a", request, 0.0)
+
+
+@pytest.fixture
+def one_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all loaders of a test ask one queue, as loaders in one round do."""
+    queue = QueueOfTheMaster("")
+    monkeypatch.setattr(leases, "_AgentChannel", lambda path: queue)
+    monkeypatch.setattr(leases, "_histories", {})
+    monkeypatch.setenv("DLROVER_SHARDS_SOCKET", "one")
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 6), st.sampled_from(["anew", "same", "save", "back", "read"])),
+        max_size=12,
+    ),
+    st.integers(1, 5),
+)
+def test_a_loader_that_is_made_anew_continues(
+    one_queue: None, plan: list[tuple[int, str]], size: int
+) -> None:
+    """What its predecessor has committed counts; what it has read and not committed comes again."""
+    leases._AgentChannel("").queue = None  # type: ignore[attr-defined]
+    leases._histories.clear()
+    source = MapSource(range(23), shard_size=5)
+    loader: ShardLoader | None = ShardLoader("anew", source, epochs=1)
+    trained: list[int] = []
+    saved: tuple[dict[str, Any], list[int]] | None = None
+    for batches, what in plan:
+        assert loader is not None
+        if batches:
+            trained += epoch_of(loader, size, batches)
+        if what == "read" and not loader.over:
+            next(loader.batches(size), None)  # is not committed
+        if what == "save":
+            saved = loader.state_dict(), list(trained)
+        if what == "back" and saved is not None:
+            loader = None
+            loader = ShardLoader("anew", source, epochs=1)
+            loader.load_state_dict(saved[0])
+            trained = list(saved[1])
+        if what in ("anew", "read"):
+            loader = None
+            loader = ShardLoader("anew", source, epochs=1)
+    assert loader is not None
+    trained += epoch_of(loader, size)
+    assert sorted(trained) == list(range(23))
 
 
 def test_a_source_of_ones_own() -> None:
