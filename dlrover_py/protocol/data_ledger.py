@@ -58,6 +58,8 @@ class LedgerHeader(Document):
     """Whether the order is shuffled."""
     block: Count
     """Number of neighbouring samples that stay together."""
+    fingerprint: Annotated[str, Field(max_length=64)] = ""
+    """Says which data it is; empty if it is not known."""
     format: Annotated[int, FORMAT_NUMBER, up_to(FORMAT)] = FORMAT
     """Version of the file."""
 

@@ -42,6 +42,10 @@ Offset = Annotated[int, Field(ge=0, le=2**52)]
 """A place in a partition, in units of the source such as bytes."""
 
 
+Fingerprint = Annotated[str, StringConstraints(max_length=64, pattern=r"^[^\x00-\x1f\x7f]*$")]
+"""Says which data a dataset has, in up to 64 characters; empty if it is not known."""
+
+
 class Level(StrEnum):
     """What is guaranteed about each sample of an epoch."""
 
@@ -62,6 +66,8 @@ class DatasetSpec(Wire):
     """The sizes of all shards, in the order of the dataset; empty for a stream."""
     range_size: Annotated[int, Field(ge=1, le=2**48)] | None = None
     """For a stream, whose partitions grow: most units of a range that is leased."""
+    fingerprint: Fingerprint = ""
+    """Says which data it is, such as a digest of the names and sizes of files; empty: unknown."""
     seed: Annotated[int, Field(ge=0, le=2**53)] = 0
     """It chooses the order of the shards."""
     shuffle: bool = True
@@ -108,7 +114,8 @@ class DatasetSpec(Wire):
         """
         if self.range_size is not None:
             return "stream"
-        text = self.model_dump_json(include={"sizes", "seed", "shuffle"})
+        known = {"fingerprint"} if self.fingerprint else set()
+        text = self.model_dump_json(include={"sizes", "seed", "shuffle"} | known)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 

@@ -524,6 +524,12 @@ def different(name: str, known: DatasetSpec, found: DatasetSpec) -> str:
             f"{found.samples}: restore the data, or give the new dataset another name"
         )
     names = [key for key in DatasetSpec.model_fields if getattr(known, key) != getattr(found, key)]
+    if names == ["fingerprint"]:
+        return (
+            f"dataset {name}: expected the data of its first use, found other names, sizes or "
+            "another order of its files, or another fingerprint of the source: give all workers "
+            "the same files in the same order (sort the list of a folder), or use another name"
+        )
     return (
         f"dataset {name}: expected the arguments of its first use, found another "
         f"{' and '.join(names)}: use the same ones on all workers and in all runs, or another name"

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import ExportableState
 
 from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.trainer import Checkpointer
 from dlrover_py.trainer.data import PerWorker
 from dlrover_py.trainer.integrations.huggingface import ElasticTrainer, TrainerProgress
 
@@ -19,14 +21,18 @@ N, BATCH, STEPS = 53, 12, 5
 
 
 class Points(Dataset[Any]):
-    def __init__(self) -> None:
+    def __init__(self, length: int = N) -> None:
+        self.read: list[int] = []
+        """The samples that were read."""
+        self.length = length
         generator = torch.Generator().manual_seed(0)
-        self.inputs = torch.randn(N, 5, generator=generator, dtype=torch.float64)
+        self.inputs = torch.randn(length, 5, generator=generator, dtype=torch.float64)
 
     def __len__(self) -> int:
-        return N
+        return self.length
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        self.read.append(index)
         return {"inputs": self.inputs[index], "labels": self.inputs[index].sum()[None].sin()}
 
 
@@ -74,7 +80,8 @@ def trainer(
     folder: Path, model: nn.Module, micro_batch: int = BATCH, **options: Any
 ) -> Iterator[ElasticTrainer]:
     """Provide a trainer that trains two epochs, and release its memory."""
-    callbacks = options.pop("callbacks", None)
+    own = {name: options.pop(name, None) for name in ("callbacks", "checkpointer")}
+    batch, length = options.pop("global_batch", BATCH), options.pop("length", N)
     arguments: dict[str, Any] = {
         "use_cpu": True,
         "num_train_epochs": 2,
@@ -91,10 +98,10 @@ def trainer(
     found = ElasticTrainer(
         model,
         TrainingArguments(str(folder), **arguments),
-        train_dataset=Points(),
-        eval_dataset=Points(),
-        global_batch=BATCH,
-        callbacks=callbacks,
+        train_dataset=Points(length),
+        eval_dataset=Points(length),
+        global_batch=batch,
+        **own,
     )
     try:
         yield found
@@ -170,6 +177,17 @@ class StopAt(TrainerCallback):
         control.should_training_stop = state.global_step >= self.step
 
 
+class FailAfter(TrainerCallback):
+    """Ends the training as a failure does, before the step after a step is computed."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            raise InterruptedError
+
+
 def test_a_checkpoint_of_the_trainer_is_continued(tmp_path: Path, expected: list[float]) -> None:
     with trainer(
         tmp_path, Mean(), save_strategy="steps", save_steps=7, callbacks=[StopAt(8)]
@@ -180,6 +198,103 @@ def test_a_checkpoint_of_the_trainer_is_continued(tmp_path: Path, expected: list
         one.train(resume_from_checkpoint=True)
         assert one.state.global_step == 2 * STEPS
         assert weights(one.model) == pytest.approx(expected, rel=1e-12)
+
+
+def read_by(one: ElasticTrainer) -> list[int]:
+    """Return the samples that a trainer has read, in their order."""
+    dataset: Any = one.train_dataset
+    return list(dataset.read)
+
+
+@pytest.mark.parametrize("stored_by", ["trainer", "checkpointer"])
+@pytest.mark.parametrize("batches", [(4, 8), (12, 5)])
+def test_another_batch_continues_with_the_samples_that_are_left(
+    tmp_path: Path, stored_by: str, batches: tuple[int, int]
+) -> None:
+    """Three steps, then another size of steps: each sample comes once in each of two epochs."""
+    saving = {"save_strategy": "steps", "save_steps": 3} if stored_by == "trainer" else {}
+
+    def checkpointer() -> Checkpointer | None:
+        return None if saving else Checkpointer(tmp_path / "stored")
+
+    first: dict[str, Any] = {"global_batch": batches[0], "checkpointer": checkpointer(), **saving}
+    with trainer(tmp_path, Mean(), callbacks=[FailAfter(3)], **first) as one:
+        with pytest.raises(InterruptedError):
+            one.train()
+        if not saving:
+            one.checkpointer.save(3, one._parts(), force=True)
+        rate = one.lr_scheduler.get_last_lr()[0]
+        trained = read_by(one)[: 3 * batches[0]]
+    options: dict[str, Any] = {"global_batch": batches[1], "checkpointer": checkpointer()}
+    with trainer(tmp_path, Mean(), **options) as again:
+        again.train(resume_from_checkpoint=True if saving else None)
+        assert sorted(trained + read_by(again)) == sorted([*range(N)] * 2)
+        left = -(-(N - len(trained)) // batches[1]) + -(-N // batches[1])
+        assert again.state.global_step == again.state.max_steps == 3 + left
+        rates = [entry["learning_rate"] for entry in again.state.log_history if "loss" in entry]
+        assert rates[-left:] == pytest.approx([0.1 * n / (3 + left) for n in range(left, 0, -1)])
+        assert 0 < rate < 0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"data_seed": 2}, "made with seed=42"), ({"length": 60}, "samples were added or removed")],
+)
+def test_a_checkpoint_of_other_data_is_refused(
+    tmp_path: Path, options: dict[str, Any], words: str
+) -> None:
+    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3}
+    with trainer(tmp_path, Mean(), callbacks=[StopAt(3)], **saving) as one:
+        one.train()
+    with trainer(tmp_path, Mean(), **options) as again:
+        with pytest.raises(ConfigError, match=words):
+            again.train(resume_from_checkpoint=True)
+        assert not read_by(again)
+
+
+def test_a_checkpoint_of_another_trainer_is_continued_at_the_end_of_an_epoch_only(
+    tmp_path: Path,
+) -> None:
+    for step, outcome in ((3, "within an epoch"), (STEPS, None)):
+        saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": step}
+        folder = tmp_path / str(step)
+        with trainer(folder, Mean(), callbacks=[StopAt(step)], **saving) as one:
+            one.train()
+        (folder / f"checkpoint-{step}" / "elastic_data.json").unlink()
+        with trainer(folder, Mean()) as again:
+            if outcome is None:
+                again.train(resume_from_checkpoint=True)
+                assert sorted(read_by(again)) == list(range(N))
+            else:
+                with pytest.raises(ConfigError, match=outcome):
+                    again.train(resume_from_checkpoint=True)
+
+
+class Counting(TrainerCallback, ExportableState):
+    """A callback with a state of its own."""
+
+    count = 0
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"count": self.count}}
+
+
+def test_a_callback_gets_its_own_state_whatever_stands_before_it(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "eval_strategy": "epoch",
+        "metric_for_best_model": "loss",
+        "save_strategy": "epoch",
+        "load_best_model_at_end": True,
+    }
+    patience = [EarlyStoppingCallback(early_stopping_patience=3) for _ in range(2)]
+    with trainer(tmp_path, Mean(), callbacks=[patience[0]], **options) as one:
+        patience[0].early_stopping_patience_counter = 2
+        saved = TrainerProgress(one).state_dict()
+    counting = Counting()
+    with trainer(tmp_path, Mean(), callbacks=[counting, patience[1]], **options) as again:
+        TrainerProgress(again).load_state_dict(saved)
+        assert patience[1].early_stopping_patience_counter == 2
+        assert not hasattr(counting, "early_stopping_patience_counter")
 
 
 def test_the_state_of_the_trainer_is_part_of_the_checkpoint(tmp_path: Path) -> None:

@@ -247,6 +247,17 @@ class ShardMachine(RuleBasedStateMachine):
 
     loaded: Ledger | None = None
 
+    @rule(name=st.sampled_from(WORKERS))
+    def make_the_loader_anew(self, name: str) -> None:
+        """A loader of the same process takes over: it knows the numbers, and no lease."""
+        worker = self.workers[name]
+        if worker.unanswered is not None:
+            return
+        worker.joined = False
+        held = set(self.held(worker))
+        self.ask(name, 0, "nothing", "", "arrives")
+        assert worker.leases.keys() == held or self.queue.record.quarantined
+
     @rule(name=st.sampled_from(WORKERS), which=st.integers(0, 3))
     def deliver_again(self, name: str, which: int) -> None:
         """The network delivers an old request once more."""

@@ -1,5 +1,6 @@
 """The learning rate of a batch that grows with the world, and schedules that count samples."""
 
+import math
 from typing import Any
 
 import pytest
@@ -7,7 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CosineAnnealingLR,
+    ExponentialLR,
+    ReduceLROnPlateau,
+)
 from torch.utils.data import TensorDataset
 
 from dlrover_py.protocol.errors import ConfigError
@@ -205,6 +211,59 @@ def test_adascale_lies_between_no_scaling_and_linear() -> None:
     assert all(0.0999 <= rate <= 0.4001 for rate in training.steps(9))
     assert 9 <= training.scaling.progress <= 4 * 9
     assert training.scaling.factor > 1.0
+
+
+@pytest.mark.parametrize("measures", [False, True])
+def test_a_step_that_a_scaler_skips_is_not_measured(measures: bool) -> None:
+    """The first steps of a training in float16 overflow as a rule."""
+    found = []
+    for overflows in (True, False):
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=10**6)
+        training = Training(2, rule="adascale", loss_scale=scaler.get_scale)
+        training.loader.sampler.micro_batch = 4
+        factors = []
+        for number, step in enumerate(training.loader):
+            if number == 5:
+                break
+            for inputs, targets in step:
+                loss = nn.functional.mse_loss(training.model(inputs), targets)
+                loss = loss * (math.inf if overflows and not number else 1.0)
+                scaler.scale(step.weigh(loss)).backward()
+            scaler.unscale_(training.optimizer)
+            if measures:
+                training.scaling.measure()
+            if number or overflows:  # the other training leaves the step out, too
+                scaler.step(training.optimizer)
+            scaler.update()
+            training.optimizer.zero_grad()
+            step.commit()
+            factors.append(training.scaling.factor)
+        state = training.scaling.state_dict()
+        assert math.isfinite(state["variance"])
+        assert state["weight"] > 0
+        found.append((factors, state))
+    assert found[0][0] == pytest.approx(found[1][0])
+    assert found[0][1] == pytest.approx(found[1][1])
+
+
+def test_measurements_that_are_not_finite_are_dropped() -> None:
+    """Also those that a checkpoint has from before."""
+    assert Noise().measured(parts=2, samples=8, small=math.inf, large=1.0) == Noise()
+    training = Training(2, rule="adascale")
+    training.scaling.load_state_dict(
+        {**training.scaling.state_dict(), "variance": math.nan, "signal": math.nan, "weight": 0.5}
+    )
+    assert training.scaling.state_dict()["variance"] == 0.0
+    assert training.scaling.state_dict()["weight"] == 0.0
+
+
+def test_a_schedule_that_counts_no_steps_is_refused() -> None:
+    training = Training(1)
+    chained = ChainedScheduler([training.schedule])
+    plateau = ReduceLROnPlateau(training.optimizer)
+    for schedule in (chained, plateau):
+        with pytest.raises(ConfigError, match=f"got a {type(schedule).__name__}: expected"):
+            training.scaling.follow(schedule)
 
 
 def test_arguments_and_states_that_cannot_be_used() -> None:

@@ -271,6 +271,24 @@ def test_arguments_that_cannot_be_used(data: Any, options: dict[str, Any], words
     assert words in str(error.value)
 
 
+def test_the_state_of_another_dataset_is_refused() -> None:
+    class Numbers(list[int]):
+        fingerprint = "numbers 1"
+
+    class Others(list[int]):
+        fingerprint = "numbers 2"
+
+    state = ElasticLoader(Numbers(range(10)), global_batch=2).state_dict()
+    ElasticLoader(Numbers(range(10)), global_batch=2).load_state_dict(state)
+    with pytest.raises(ConfigError, match="fingerprint=numbers 2: it is another dataset"):
+        ElasticLoader(Others(range(10)), global_batch=2).load_state_dict(state)
+    Others.fingerprint = "x" * 65
+    with pytest.raises(ConfigError, match="a text of at most 64 characters"):
+        ElasticLoader(Others(range(10)), global_batch=2)
+    with pytest.raises(ConfigError, match="expected the state of an ElasticSampler, found None"):
+        ElasticLoader([1], global_batch=2).load_state_dict(None)  # type: ignore[arg-type]
+
+
 def test_a_reduction_that_is_not_known() -> None:
     step = next(iter(ElasticLoader(dataset(), global_batch=BATCH)))
     with pytest.raises(ConfigError, match="no micro-batch yet"):

@@ -19,7 +19,7 @@ from dlrover_py.trainer.data import (
     ShardLoader,
     hugging_face_source,
 )
-from dlrover_py.trainer.data.shard_sources import ShardSource
+from dlrover_py.trainer.data.shard_sources import ShardSource, ShardUnreadableError
 from tests.unit.test_shard_loader import epoch_of
 
 
@@ -127,6 +127,11 @@ def test_tar_files_of_webdataset(
     loader = ShardLoader("gone", source, epochs=1)
     assert len(epoch_of(loader)) == 10
     assert loader.quarantined == 1
+    whole = paths[0].read_bytes()
+    paths[0].write_bytes(whole[: 512 * 6] + bytes(1024))  # cut at the end of a member
+    with pytest.raises(ShardUnreadableError, match=r"expected at least .* bytes, found 4096"):
+        list(source.read(0, 0, 100))
+    paths[0].write_bytes(whole)
     with pytest.raises(ConfigError, match="expected a tar file"):
         tar_source(paths)
 

@@ -219,8 +219,49 @@ def test_a_folder_without_a_ledger(tmp_path: Path) -> None:
 def test_a_ledger_that_cannot_be_written_is_refused_before_the_first_step(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     loader = ElasticLoader([1], global_batch=1, ledger=tmp_path / "file")
-    with pytest.raises(ConfigError, match="cannot write the ledger"):
+    with pytest.raises(ConfigError, match=r"the ledger in .* cannot be written"):
         next(iter(loader))
+
+
+@pytest.mark.parametrize(
+    "options", [{"seed": 3}, {"length": 24}, {"shuffle": False}, {"block": 2}], ids=str
+)
+def test_another_order_within_the_surviving_history_is_never_proven(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """A script of its own has written both parts, and passes the check of the loader by."""
+    state = World(1, tmp_path / "a").train(2)
+    own = {"length": N, "seed": 2, **options}
+    other = World(1, tmp_path / "b", **own)
+    changed = {name: value for name, value in own.items() if name in state}
+    if own["length"] == N:
+        other.load({**state, **changed})
+    else:
+        other.load({**state, **changed, "offset": 0, "epoch": 1})
+    other.train(2)
+    for path in (tmp_path / "b").iterdir():
+        content = path.read_bytes().replace(b'"segment":1,', b'"segment":2,')
+        (tmp_path / "a" / path.name.replace("000001", "000002", 1)).write_bytes(content)
+    report = verify(tmp_path / "a")
+    assert not report.exact
+    assert "segment 2: it has another dataset, seed or order" in report.faults[0]
+
+
+@pytest.mark.parametrize("options", [{"seed": 3}, {"length": 24}], ids=str)
+def test_a_ledger_of_another_training_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    World(1, tmp_path).train(2)
+    with pytest.raises(ConfigError, match=r"is that of a training with .* a folder of its own"):
+        World(1, tmp_path, **options).train(1)
+    assert verify(tmp_path).exact
+
+
+def test_a_ledger_has_one_loader(tmp_path: Path) -> None:
+    """Two loaders of equal data, one after the other in each epoch, are not told apart later."""
+    first, second = World(1, tmp_path), World(1, tmp_path)
+    first.train(5)
+    second.train(5)
+    with pytest.raises(ConfigError, match="written by another loader, too"):
+        first.train(5)
 
 
 def test_a_full_disk_costs_a_line_in_the_log_and_nothing_is_lost(

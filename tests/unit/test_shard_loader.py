@@ -6,17 +6,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dlrover_py.protocol.errors import ConfigError
-from dlrover_py.protocol.shards import Ledger
+from dlrover_py.protocol.shards import (
+    AnswerCode,
+    DatasetSpec,
+    Ledger,
+    ShardAnswer,
+    ShardRequest,
+)
+from dlrover_py.shards.queue import ShardQueue
+from dlrover_py.shards.records import QueueRecord
 from dlrover_py.trainer.data import (
     LineSource,
     MapSource,
     ParquetSource,
     ShardLoader,
     ShardUnreadableError,
+    leases,
 )
 from dlrover_py.trainer.data.shard_sources import ShardSource
 
@@ -222,6 +231,110 @@ class Letters:
             yield "abcdef"[3 * shard + at], at + 1
 
 
+def test_the_state_of_another_dataset_is_refused() -> None:
+    """Sizes and orders are equal; only the names and the data differ."""
+    train = ShardLoader("train", MapSource(range(10), shard_size=3))
+    epoch_of(train, 2, 4)
+    state = train.state_dict()
+    other = ShardLoader("validation", MapSource(range(10, 20), shard_size=3))
+    with pytest.raises(ConfigError, match="found that of the dataset train"):
+        other.load_state_dict(state)
+    assert sorted(epoch_of(other)) == list(range(10, 20))
+
+
+def test_other_files_than_those_of_the_checkpoint_are_refused(tmp_path: Path) -> None:
+    paths = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    for path in paths:
+        path.write_text(f"{path.stem}\n" * 50)
+    loader = ShardLoader("files", LineSource(paths, shard_bytes=20))
+    epoch_of(loader, 3, 4)
+    state = loader.state_dict()
+    del loader
+    turned = ShardLoader("files", LineSource(paths[::-1], shard_bytes=20))
+    with pytest.raises(ConfigError, match="files, shards, seed and shuffle of the checkpoint"):
+        turned.load_state_dict(state)
+
+
+def test_nodes_with_another_order_of_files_are_refused(tmp_path: Path) -> None:
+    """The sizes are equal, so only the names say that the shards are others."""
+    specs: list[DatasetSpec] = []
+    for turn in (1, -1, 1):
+        paths = [tmp_path / str(len(specs)) / name for name in ("a", "b")]  # another mount point
+        for path in paths:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text("line\n" * 50)
+        source = LineSource(paths[::turn], shard_bytes=20)
+        specs.append(DatasetSpec(sizes=source.sizes, fingerprint=source.fingerprint))
+    queue = ShardQueue(QueueRecord(spec=specs[0]))
+    requests = [
+        ShardRequest(dataset="d", round=1, local_rank=0, seq=1, want=1, spec=spec) for spec in specs
+    ]
+    answers = [queue.take(str(node), one, 0.0) for node, one in enumerate(requests)]
+    assert [one.code for one in answers] == [AnswerCode.OK, AnswerCode.REFUSED, AnswerCode.OK]
+    assert "sort the list of a folder" in answers[1].why
+
+
+class QueueOfTheMaster:
+    """The way to one queue, which outlives the loaders of a process."""
+
+    def __init__(self, path: str) -> None:
+        self.queue: ShardQueue | None = None
+
+    def ask(self, request: ShardRequest) -> ShardAnswer:
+        if self.queue is None:
+            assert request.spec is not None
+            self.queue = ShardQueue(QueueRecord(spec=request.spec))
+        return self.queue.take("a", request, 0.0)
+
+
+@pytest.fixture
+def one_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all loaders of a test ask one queue, as loaders in one round do."""
+    queue = QueueOfTheMaster("")
+    monkeypatch.setattr(leases, "_AgentChannel", lambda path: queue)
+    monkeypatch.setattr(leases, "_histories", {})
+    monkeypatch.setenv("DLROVER_SHARDS_SOCKET", "one")
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 6), st.sampled_from(["anew", "same", "save", "back", "read"])),
+        max_size=12,
+    ),
+    st.integers(1, 5),
+)
+def test_a_loader_that_is_made_anew_continues(
+    one_queue: None, plan: list[tuple[int, str]], size: int
+) -> None:
+    """What its predecessor has committed counts; what it has read and not committed comes again."""
+    leases._AgentChannel("").queue = None  # type: ignore[attr-defined]
+    leases._histories.clear()
+    source = MapSource(range(23), shard_size=5)
+    loader: ShardLoader | None = ShardLoader("anew", source, epochs=1)
+    trained: list[int] = []
+    saved: tuple[dict[str, Any], list[int]] | None = None
+    for batches, what in plan:
+        assert loader is not None
+        if batches:
+            trained += epoch_of(loader, size, batches)
+        if what == "read" and not loader.over:
+            next(loader.batches(size), None)  # is not committed
+        if what == "save":
+            saved = loader.state_dict(), list(trained)
+        if what == "back" and saved is not None:
+            loader = None
+            loader = ShardLoader("anew", source, epochs=1)
+            loader.load_state_dict(saved[0])
+            trained = list(saved[1])
+        if what in ("anew", "read"):
+            loader = None
+            loader = ShardLoader("anew", source, epochs=1)
+    assert loader is not None
+    trained += epoch_of(loader, size)
+    assert sorted(trained) == list(range(23))
+
+
 def test_a_source_of_ones_own() -> None:
     source: ShardSource = Letters()
     loader = ShardLoader("letters", source, epochs=1)
@@ -246,12 +359,16 @@ def test_mistakes_are_refused_before_the_first_step(
     with pytest.raises(ConfigError, match="found another"):
         ShardLoader("mistakes", source)
     state = loader.state_dict()
-    other = ShardLoader("other", MapSource(range(10), shard_size=3))
+    del loader
+    other = ShardLoader("mistakes", MapSource(range(10), shard_size=3))
     with pytest.raises(ConfigError, match="expected 9 samples, as in the checkpoint, found 10"):
         other.load_state_dict(state)
-    seeded = ShardLoader("seeded", source, seed=1)
+    del other
+    seeded = ShardLoader("mistakes", source, seed=1)
     with pytest.raises(ConfigError, match="found others"):
         seeded.load_state_dict(state)
+    del seeded
+    loader = ShardLoader("mistakes", source)
     for bad in ({}, {"epoch": 0}, {**state, "ledger": "{}"}):
         with pytest.raises(ConfigError, match="expected the state of a ShardLoader"):
             loader.load_state_dict(bad)

@@ -141,7 +141,7 @@ def test_mistakes_are_refused_before_the_first_step(tmp_path: Path) -> None:
         LineStream(tmp_path, range_bytes=0)
     with pytest.raises(ConfigError, match="a stream has none, found epochs=2"):
         ShardLoader("epochs", Log(), epochs=2)
+    state = ShardLoader("kinds", MapSource(range(9), shard_size=3)).state_dict()
     loader = ShardLoader("kinds", Log())
-    other = ShardLoader("others", MapSource(range(9), shard_size=3))
     with pytest.raises(ConfigError, match="expected 9 samples"):
-        loader.load_state_dict(other.state_dict())
+        loader.load_state_dict(state)

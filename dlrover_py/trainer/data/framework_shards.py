@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.trainer.data.shard_sources import fingerprint_of
 
 LONGEST = 2**32
 """Records that a shard of unknown length may have. It counts as that long."""
@@ -19,13 +20,16 @@ class IterableSource:
     A unit is a record. When a shard ends, the units behind its last record are credited as well.
     """
 
-    def __init__(self, shards: int, begin: Callable[[int, int], Iterable[Any]]) -> None:
+    def __init__(
+        self, shards: int, begin: Callable[[int, int], Iterable[Any]], *, fingerprint: str = ""
+    ) -> None:
         """Name the shards.
 
         Args:
             shards: number of shards, the same in each run.
             begin: ``begin(shard, skip)`` returns the records of a shard without the first
                 ``skip``. Their order must be the same each time.
+            fingerprint: says which data it is, in up to 64 characters; empty: unknown.
 
         Raises:
             ConfigError: there are no shards.
@@ -33,6 +37,7 @@ class IterableSource:
         if shards < 1:
             raise ConfigError(f"data: expected at least 1 shard, found {shards}")
         self.sizes = [(shards, LONGEST)]
+        self.fingerprint = fingerprint
         self._begin = begin
 
     def read(self, shard: int, start: int, stop: int) -> Iterator[tuple[Any, int]]:
@@ -66,6 +71,7 @@ class ChunkSource:
             ConfigError: the chunks have no samples, or are not the whole dataset.
         """
         self._dataset = dataset
+        self.fingerprint = fingerprint_of(dataset)
         self.sizes = [(1, int(size)) for size in chunks if size]
         if not self.sizes or min(size for _, size in self.sizes) < 1:
             raise ConfigError(f"data: expected chunks with samples, found {[*map(int, chunks)]}")

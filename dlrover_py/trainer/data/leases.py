@@ -23,7 +23,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Protocol
 
@@ -49,7 +49,11 @@ from dlrover_py.protocol.shards import (
 from dlrover_py.shards.order import ShardOrder, ShardTable
 from dlrover_py.shards.queue import ShardQueue
 from dlrover_py.shards.records import QueueRecord
-from dlrover_py.trainer.data.shard_sources import ShardSource, ShardUnreadableError
+from dlrover_py.trainer.data.shard_sources import (
+    ShardSource,
+    ShardUnreadableError,
+    fingerprint_of,
+)
 from dlrover_py.trainer.data.streams import StreamSource
 from dlrover_py.trainer.settings import Settings
 
@@ -79,6 +83,39 @@ class _OpenLease:
     lease: ShardLease
     left: int
     """Units of it that are not committed."""
+
+
+@dataclass(slots=True)
+class _History:
+    """What a worker has told the queue of a dataset, and must still tell.
+
+    It outlives the loader: one that is made anew in the same process goes on from it. The queue
+    knows the worker, and ignores requests whose numbers begin again.
+    """
+
+    seq: int = 0
+    """Number of the newest request."""
+    loads: int = 0
+    """How often a state was loaded."""
+    epoch: int = 0
+    """The epoch of the next batch."""
+    ledger: Ledger | None = None
+    """The loaded ledger, until other workers' credits are merged into it."""
+    credits: dict[int, list[Run]] = field(default_factory=dict)
+    """What is committed, and not reported to the queue yet, by token."""
+    own: dict[int | str, list[Run]] = field(default_factory=dict)
+    """What this worker has committed in this epoch since the last ledger, by position; for a
+    stream, by partition."""
+
+    def roll_back(self, ledger: Ledger) -> None:
+        """Begin a history from a loaded ledger, and forget all that belongs to the present one."""
+        self.loads += 1
+        self.epoch, self.ledger = ledger.epoch, ledger
+        self.credits, self.own = {}, {}
+
+
+_histories: dict[tuple[str, int, str], _History] = {}
+"""The histories of this process, by the socket of the agent, the round, and the dataset."""
 
 
 class _Channel(Protocol):
@@ -193,9 +230,8 @@ class ShardLoader:
         self._source, self._ahead = source, ahead
         path = settings.shards_socket
         self._channel: _Channel = _AgentChannel(path) if path else _OwnQueue(self._spec)
-        self._ledger: Ledger | None = None
-        """The loaded ledger, until other workers' credits are merged into it."""
-        self._loads = 0
+        key = path, settings.round, name
+        self._history = _histories.setdefault(key, _History()) if path else _History()
         self._answer = ShardAnswer()
         self.refused = 0
         """Samples, or other units of the source, that this worker has committed and that do not
@@ -204,9 +240,8 @@ class ShardLoader:
         _names[name] = self
 
     def _begin(self) -> None:
-        """Begin a history: forget all that belongs to an earlier one."""
+        """Forget what this loader has read and leased."""
         self._joined = False
-        self._seq = 0
         self._waiting: dict[int, ShardLease] = {}
         """Leases that are not begun, by token."""
         self._open: dict[int, _OpenLease] = {}
@@ -215,14 +250,8 @@ class ShardLoader:
         """The lease that is being read, and the records of it."""
         self._batch: dict[int, list[Run]] = {}
         """What the present batch has of each lease; empty once it is committed."""
-        self._credits: dict[int, list[Run]] = {}
-        """What is committed, and not reported to the queue yet."""
         self._returns: list[ShardReturn] = []
-        self._own: dict[int | str, list[Run]] = {}
-        """What this worker has committed in this epoch since the last ledger, by position; for a
-        stream, by partition."""
         self._asked_at = -math.inf
-        self._epoch = self._ledger.epoch if self._ledger is not None else 0
         self.weight = 1.0
         """Weight of the mean loss of the present batch, so that the gradient that DDP averages is
         the mean over the records of all ranks."""
@@ -230,7 +259,7 @@ class ShardLoader:
     @property
     def epoch(self) -> int:
         """The epoch of the next batch, from 0."""
-        return self._epoch
+        return self._history.epoch
 
     @property
     def over(self) -> bool:
@@ -270,8 +299,9 @@ class ShardLoader:
             )
         if not self._joined:
             self._ask(0)
-        if self._answer.epoch > self._epoch:
-            self._epoch, self._own = self._answer.epoch, {}  # the epoch before is complete
+        if self._answer.epoch > self._history.epoch:
+            self._history.epoch = self._answer.epoch
+            self._history.own = {}  # the epoch before is complete
         while True:
             self._check_committed()
             records = self._read(size)
@@ -298,8 +328,8 @@ class ShardLoader:
         for token, runs in self._batch.items():
             begun = self._open[token]
             lease = begun.lease
-            credited = self._credits.setdefault(token, [])
-            own = self._own.setdefault(lease.partition or lease.position, [])
+            credited = self._history.credits.setdefault(token, [])
+            own = self._history.own.setdefault(lease.partition or lease.position, [])
             first = lease.start if lease.partition else 0
             for start, stop in runs:
                 add(credited, start, stop)
@@ -318,7 +348,7 @@ class ShardLoader:
         Raises:
             DLRoverError: as for :meth:`batches`.
         """
-        if self._credits:
+        if self._history.credits:
             self._ask(self._ahead)
 
     def state_dict(self) -> dict[str, str | int]:
@@ -337,20 +367,20 @@ class ShardLoader:
                 f"dataset {self.name}: the state has the credits of all {self._settings.size} "
                 "workers: call torch.distributed.init_process_group() before"
             )
-        told = [self._epoch, sorted(self._own.items())]
+        told = [self._history.epoch, sorted(self._history.own.items())]
         everyone = self._gather(told)
         epoch = max(one[0] for one in everyone)
-        ledger = self._ledger
+        ledger = self._history.ledger
         if ledger is None or ledger.epoch < epoch:  # it may already be that of the next epoch
             ledger = Ledger(epoch=epoch)
         committed = [item for at, items in everyone if at == ledger.epoch for item in items]
-        self._ledger = _merged(self._spec, ledger, committed)
-        self._own = {}
+        self._history.ledger = _merged(self._spec, ledger, committed)
+        self._history.own = {}
         return {
             "dataset": self.name,
             "samples": self._spec.samples,
             "order": self._spec.order,
-            "ledger": self._ledger.model_dump_json(),
+            "ledger": self._history.ledger.model_dump_json(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -363,12 +393,18 @@ class ShardLoader:
             ConfigError: the state has another form, or belongs to other data. Nothing changes.
         """
         try:
-            samples, order, text = state["samples"], state["order"], state["ledger"]
+            dataset, text = state["dataset"], state["ledger"]
+            samples, order = state["samples"], state["order"]
             ledger = Ledger.model_validate_json(text)
         except (KeyError, TypeError, ValidationError) as error:
             raise ConfigError(
                 f"dataset {self.name}: expected the state of a ShardLoader, found {error}"
             ) from error
+        if dataset != self.name:
+            raise ConfigError(
+                f"dataset {self.name}: expected a state of this dataset, found that of the dataset "
+                f"{dataset}: each loader needs its own state, and the name of the checkpoint"
+            )
         if samples != self._spec.samples:
             raise ConfigError(
                 f"dataset {self.name}: expected {samples} samples, as in the checkpoint, found "
@@ -376,11 +412,10 @@ class ShardLoader:
             )
         if order != self._spec.order:
             raise ConfigError(
-                f"dataset {self.name}: expected the shards, seed and shuffle of the checkpoint, "
-                "found others"
+                f"dataset {self.name}: expected the files, shards, seed and shuffle of the "
+                "checkpoint, found others"
             )
-        self._ledger = ledger
-        self._loads += 1
+        self._history.roll_back(ledger)
         self._begin()
 
     # --- Reading ---
@@ -437,7 +472,7 @@ class ShardLoader:
 
     def _past_epoch(self) -> bool:
         """Return whether no shard of this epoch is left for this worker."""
-        return not self._waiting and (self._answer.over or self._answer.epoch > self._epoch)
+        return not self._waiting and (self._answer.over or self._answer.epoch > self._history.epoch)
 
     def _ask(self, want: int) -> None:
         """Report what was committed, and ask for leases.
@@ -447,19 +482,19 @@ class ShardLoader:
             SupersededError: another round or load has begun, or leases were lost.
             UnreachableError: the agent does not answer.
         """
-        self._seq += 1
+        self._history.seq += 1
         # A shard whose rest is in the present batch is given back after its commit.
         returns = [one for one in self._returns if one.token not in self._batch]
         begun = sum(1 for token in self._open if self._reading is None
                     or token != self._reading[0].token)  # fmt: skip
         request = self._request.model_copy(
             update={
-                "seq": self._seq,
-                "load": self._loads,
+                "seq": self._history.seq,
+                "load": self._history.loads,
                 "spec": None if self._joined else self._spec,
-                "ledger": None if self._joined else self._ledger,
-                "epoch": self._epoch,
-                "credits": [Credit(token=t, ranges=r) for t, r in self._credits.items()],
+                "ledger": None if self._joined else self._history.ledger,
+                "epoch": self._history.epoch,
+                "credits": [Credit(token=t, ranges=r) for t, r in self._history.credits.items()],
                 "returns": returns,
                 "progress": True,
                 "want": want and min(64, want + begun),
@@ -488,7 +523,7 @@ class ShardLoader:
             raise SupersededError(
                 f"dataset {self.name}: the master has lost its journal: the script must start again"
             )
-        self._answer, self._joined, self._credits = answer, True, {}
+        self._answer, self._joined, self._history.credits = answer, True, {}
         held = {lease.token: lease for lease in answer.leases}
         for credit in request.credits:
             if credit.token in answer.refused:
@@ -600,7 +635,8 @@ def _described(
             )
         fields = {**fields, "seed": 0, "shuffle": False, "range_size": source.range_size}
     else:
-        fields = {**fields, "sizes": _run_lengths(source.sizes, name)}
+        identity = {"fingerprint": fingerprint_of(source)}
+        fields = {**fields, **identity, "sizes": _run_lengths(source.sizes, name)}
     place = settings.local_rank if settings.place is None else settings.place
     try:
         spec = DatasetSpec(**fields)

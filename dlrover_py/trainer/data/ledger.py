@@ -23,15 +23,21 @@ from dlrover_py.protocol.data_ledger import (
     DIGEST_BYTES,
     END,
     LAST_SEGMENT,
+    LONGEST_HEADER,
     LedgerHeader,
     file_name,
     parse_name,
 )
+from dlrover_py.protocol.documents import NewerFormatError
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.trainer.data.order import hash_samples
 from dlrover_py.trainer.data.sampler import ElasticSampler
 
 log = logging.getLogger(__name__)
+
+
+_IDENTITY = ("length", "seed", "shuffle", "block", "fingerprint")
+"""Fields of a header that all segments of a ledger have in common."""
 
 
 class LedgerWriter:
@@ -59,24 +65,67 @@ class LedgerWriter:
         """What is still to be written."""
         self._failed = False
         """The last write has failed, and that is in the log."""
+        self.fault = ""
+        """Why no segment could be reserved, in words."""
 
     def reserve(self, sampler: ElasticSampler) -> int:
         """Create this rank's file of a new segment, and return the number of the segment.
 
-        Only rank 0 does this. It returns 0 if the folder cannot be written; the log says why.
+        Only rank 0 does this. It returns 0 if the folder cannot be written, or belongs to another
+        loader or to other data; :attr:`fault` and the log say why.
         """
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             found = (parse_name(path.name) for path in self._folder.iterdir())
-            segment = max((name[0] for name in found if name is not None), default=0) + 1
+            newest = max((name for name in found if name is not None), default=(0, 0))
+            if fault := self._foreign(newest, sampler):
+                return self._refuse(f"the ledger in {self._folder} {fault}")
+            segment = newest[0] + 1
             if segment > LAST_SEGMENT:
                 last = file_name(LAST_SEGMENT, 0)
                 raise FileExistsError(f"{last} has the last number: expected no such file")
             self.begin(segment, sampler)
         except OSError as error:
-            log.error("data: the ledger in %s cannot be written: %s", self._folder, error)
-            return 0
+            return self._refuse(f"the ledger in {self._folder} cannot be written: {error}")
         return segment
+
+    def _refuse(self, fault: str) -> int:
+        """Note why no segment is reserved, and return 0."""
+        self.fault = fault
+        log.error("data: %s", fault)
+        return 0
+
+    def _foreign(self, newest: tuple[int, int], sampler: ElasticSampler) -> str:
+        """Return why the folder belongs to another loader or other data; "" if it does not.
+
+        Args:
+            newest: segment and rank of the newest file in the folder; 0 and 0 if there is none.
+            sampler: the sampler of this loader.
+
+        Raises:
+            OSError: the newest file cannot be read.
+        """
+        if self._segment and newest[0] != self._segment:
+            return "is written by another loader, too: give each loader a folder of its own"
+        if not newest[0]:
+            return ""
+        path = self._folder / file_name(*newest)
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            line = file.readline(LONGEST_HEADER)
+        try:
+            before = LedgerHeader.decode(line)
+        except NewerFormatError as error:
+            return f"has {path.name}: {error}"
+        except ValueError:
+            return ""  # it is damaged: what it says is not known
+        for name in _IDENTITY:
+            found, own = getattr(before, name), getattr(sampler, name)
+            if found != own:
+                return (
+                    f"is that of a training with {name}={found}, and this loader has {name}={own}: "
+                    "expected a folder of its own for each training and each loader"
+                )
+        return ""
 
     def begin(self, segment: int, sampler: ElasticSampler) -> None:
         """Create this rank's file of a segment, if that was not done yet.
@@ -109,6 +158,7 @@ class LedgerWriter:
             seed=sampler.seed,
             shuffle=sampler.shuffle,
             block=sampler.block,
+            fingerprint=sampler.fingerprint,
         )
         line = header.encode() + b"\n"
         file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)

@@ -27,6 +27,7 @@ from dlrover_py.trainer.data.ledger import (
 )
 from dlrover_py.trainer.data.sampler import ElasticSampler, PerWorker
 from dlrover_py.trainer.data.seeds import SeededDataset, SeededSampler
+from dlrover_py.trainer.data.shard_sources import fingerprint_of
 from dlrover_py.trainer.data.shares import MicroBatch
 from dlrover_py.trainer.data.tuning import LoaderTuner
 
@@ -60,7 +61,8 @@ class ElasticLoader:
         """Create the loader at the start of epoch 0.
 
         Args:
-            dataset: a map-style dataset: it has ``__len__`` and ``__getitem__``.
+            dataset: a map-style dataset: it has ``__len__`` and ``__getitem__``. It may have a text
+                ``fingerprint``, which says which data it is: another one is then refused.
             global_batch: number of samples of an optimizer step, of all ranks together; or
                 ``PerWorker(n)``, with which it is resized together with the world (see
                 :class:`dlrover_py.trainer.data.BatchScaling`).
@@ -91,6 +93,7 @@ class ElasticLoader:
             shuffle=shuffle,
             block=block,
         )
+        self.sampler.fingerprint = fingerprint_of(dataset)
         batches: Any = self.sampler
         if seed_samples:
             dataset, batches = SeededDataset(dataset, self.sampler.seed), SeededSampler(batches)
@@ -190,8 +193,9 @@ class ElasticLoader:
         if ledger is not None:
             if not segment:
                 raise ConfigError(
-                    "data: rank 0 cannot write the ledger (see its log): expected a folder that "
-                    "it can write; mend it, or leave ledger= out"
+                    f"data: rank 0 cannot use the ledger: {ledger.fault or 'see its log'}: "
+                    "expected a folder of this loader that it can write; mend it, or leave "
+                    "ledger= out"
                 )
             if is_first:
                 try:
@@ -249,7 +253,7 @@ class ElasticLoader:
         with nullcontext() if on_cpu else torch.device("cpu"):
             return _by_step(sampler.plan()), iter(self.loader)
 
-    def state_dict(self) -> dict[str, int | bool]:
+    def state_dict(self) -> dict[str, int | bool | str]:
         """Return the position; see :meth:`ElasticSampler.state_dict`."""
         if self._step is not None and self._step.computed:
             self._step.saved_early = not self._step.committed

@@ -102,6 +102,8 @@ class ElasticSampler:
         """Number of samples of the epoch that are in committed steps."""
         self.steps = 0
         """Number of committed steps since the start of the training."""
+        self.fingerprint = ""
+        """Says which data it is; empty if it is not known."""
 
     def place(self, rank: int, world: int) -> None:
         """Set which part of each step is this rank's.
@@ -144,7 +146,7 @@ class ElasticSampler:
         if self.offset == self.length:
             self.epoch, self.offset = self.epoch + 1, 0
 
-    def state_dict(self) -> dict[str, int | bool]:
+    def state_dict(self) -> dict[str, int | bool | str]:
         """Return the position. It is the same on all ranks, and holds for each world."""
         return {
             "format": FORMAT,
@@ -155,6 +157,7 @@ class ElasticSampler:
             "seed": self.seed,
             "shuffle": self.shuffle,
             "block": self.block,
+            "fingerprint": self.fingerprint,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -164,6 +167,11 @@ class ElasticSampler:
             ConfigError: the state has another form, or belongs to another order. Nothing changes.
         """
         mine = self.state_dict()
+        if not isinstance(state, Mapping):
+            raise ConfigError(
+                f"data: expected the state of an ElasticSampler, found {state!r}: load a "
+                "checkpoint that has it"
+            )
         if set(state) != set(mine):
             raise ConfigError(
                 f"data: the state has the keys {', '.join(sorted(map(str, state)))}: expected "
@@ -231,6 +239,7 @@ _IDENTITY = {
     "seed": "pass the seed of the checkpoint, or start a new training",
     "shuffle": "pass the value of the checkpoint, or start a new training",
     "block": "pass the value of the checkpoint, or start a new training",
+    "fingerprint": "it is another dataset. Use that of the checkpoint, or start a new training",
 }
 """Entries of a state that must not differ, and what to do if they do."""
 

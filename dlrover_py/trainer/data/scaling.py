@@ -14,16 +14,19 @@ The optimizer holds the values of ``base_batch``. The scaled ones are in it only
 ``optimizer.step()``, so neither a schedule nor a checkpoint ever sees them.
 """
 
+import math
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.trainer.collectives import total
-from dlrover_py.trainer.data.loader import ElasticLoader
+from dlrover_py.trainer.data.loader import ElasticLoader, TrainingStep
 
 Rule = Literal["linear", "sqrt", "adascale", "none"]
 FORMAT = 1
@@ -51,6 +54,8 @@ class Noise:
     def measured(self, *, parts: int, samples: int, small: float, large: float) -> "Noise":
         """Return the averages with the gradients of one more step.
 
+        A step with a gradient that is not finite is left out, as a GradScaler leaves it out.
+
         Args:
             parts: number of micro-batches with samples, of all ranks; with one nothing is learnt.
             samples: number of samples of the step.
@@ -58,7 +63,7 @@ class Noise:
                 numbers of samples.
             large: squared norm of the gradient of the step.
         """
-        if parts < 2:
+        if parts < 2 or not math.isfinite(small + large):
             return self
         variance = (small - large) * samples / (parts - 1)
         signal = large - variance / samples
@@ -191,7 +196,20 @@ class BatchScaling:
 
         The schedule is written for steps of ``base_batch``. It may take several steps at once, or
         none.
+
+        Args:
+            schedule: counts its steps in ``last_epoch``, as most schedules of torch do.
+
+        Raises:
+            ConfigError: it does not count its steps, or follows a metric instead of them.
         """
+        if isinstance(schedule, ReduceLROnPlateau) or not hasattr(schedule, "last_epoch"):
+            raise ConfigError(
+                f"data: follow() got a {type(schedule).__name__}: expected a schedule that counts "
+                "its steps: call step() of one that follows a metric yourself; replace a "
+                "ChainedScheduler by a LambdaLR with the product of the factors, or by a "
+                "SequentialLR"
+            )
         while schedule.last_epoch < int(self.progress + 1e-6):
             schedule.step()
 
@@ -218,7 +236,10 @@ class BatchScaling:
                 f"data: the state has the keys {', '.join(sorted(map(str, state)))}: expected "
                 f"those of BatchScaling in format {FORMAT}"
             )
-        self._state = _State(**state)
+        found = _State(**state)
+        if not math.isfinite(found.variance + found.signal):
+            found = replace(found, **asdict(Noise()))  # of a gradient that has overflowed
+        self._state = found
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Put the scaled values into the optimizer."""
@@ -276,6 +297,8 @@ class _Squares:
             loss_scale: by what the loss is multiplied at present.
         """
         self._loader, self._loss_scale = loader, loss_scale
+        self._step: Callable[[], TrainingStep | None] = lambda: None
+        """Returns the step that the sums belong to; None if there is none any more."""
         self._small: Tensor | float = 0.0
         """Sum over the micro-batches of this rank: samples times squared norm."""
         self._parts: set[int] = set()
@@ -305,10 +328,17 @@ class _Squares:
         step = self._loader.current
         if step is None or not (part := step.micro_batch).samples:
             return
+        self._begin(step)
         weight = part.weight(self._loader.sampler.world) * self._loss_scale()
         square = gradient.detach().float().pow(2).sum() / weight**2
         self._small = self._small + square * part.samples
         self._parts.add(part.start)
+
+    def _begin(self, step: TrainingStep) -> None:
+        """Forget the sums of an earlier step, which a GradScaler or the script has skipped."""
+        if self._step() is not step:
+            self._step = weakref.ref(step)
+            self._small, self._parts, self._closed = 0.0, set(), None
 
     def close(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the gradient of the step, and sum the others over all ranks, once per step.
@@ -316,6 +346,9 @@ class _Squares:
         Args:
             optimizer: has the parameters, with the gradient of the whole step.
         """
+        step = self._loader.current
+        if step is not None:  # a rank without samples in it has not seen its beginning
+            self._begin(step)
         if self._closed is not None:
             return
         mine = float(self._small), float(len(self._parts))

@@ -4,6 +4,7 @@ A source cuts its data into shards, and reads a part of one. The parts of a shar
 units: samples of a dataset, rows of a Parquet file, bytes of a file of lines.
 """
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from numbers import Integral
@@ -17,7 +18,11 @@ class ShardUnreadableError(Exception):
 
 
 class ShardSource(Protocol):
-    """What a :class:`~dlrover_py.trainer.data.leases.ShardLoader` reads. Yours needs these two."""
+    """What a :class:`~dlrover_py.trainer.data.leases.ShardLoader` reads. Yours needs these two.
+
+    It may also have a text ``fingerprint``, which says which data it is. Workers with other data,
+    and a checkpoint of other data, are then refused.
+    """
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
@@ -56,6 +61,7 @@ class MapSource:
                 "ShardSource of your own for it"
             )
         self._dataset, self._shard_size = dataset, shard_size
+        self.fingerprint = fingerprint_of(dataset)
         self._samples = len(dataset)
         self.sizes = _cut(self._samples, shard_size, "the dataset")
 
@@ -100,6 +106,7 @@ class LineSource:
         self._shards: list[tuple[str, int, int]] = []
         """Path of the file, first byte and size of each shard."""
         self.sizes: list[tuple[int, int]] = []
+        files = []
         for path in listed(paths):
             try:
                 length = os.stat(path).st_size
@@ -111,8 +118,10 @@ class LineSource:
                     begin = last[1] + last[2] if last[0] == path else 0
                     self._shards.append((path, begin, size))
                 self.sizes.append((count, size))
+            files.append((path, length))
         if not self._shards:
             raise ConfigError(f"data: expected lines, found {len(paths)} empty files")
+        self.fingerprint = digest_of_files(files)
 
     def read(self, shard: int, start: int, stop: int) -> Iterator[tuple[Any, int]]:
         """Yield the lines that begin in a part of a shard. See :class:`ShardSource`.
@@ -157,6 +166,7 @@ class ParquetSource:
         self._shards: list[tuple[str, int]] = []
         """Path of the file and number of the row group of each shard."""
         self.sizes: list[tuple[int, int]] = []
+        files = []
         for path in listed(paths):
             try:
                 metadata = parquet.read_metadata(path)
@@ -166,8 +176,10 @@ class ParquetSource:
                 if rows := metadata.row_group(group).num_rows:
                     self._shards.append((path, group))
                     self.sizes.append((1, rows))
+            files.append((path, metadata.num_rows))
         if not self._shards:
             raise ConfigError(f"data: expected rows, found none in {len(paths)} Parquet files")
+        self.fingerprint = digest_of_files(files)
 
     def read(self, shard: int, start: int, stop: int) -> Iterator[tuple[Any, int]]:
         """Yield the rows of a part of a row group as dictionaries. See :class:`ShardSource`.
@@ -256,6 +268,40 @@ def read_lines(
                 raise ShardUnreadableError(f"{path}: it ends at byte {at}")
             at += len(line)
             yield parse(line.rstrip(b"\r\n")), min(at, stop)
+
+
+def fingerprint_of(data: Any) -> str:
+    """Return what a dataset or source says of its identity; "" if it says nothing.
+
+    Args:
+        data: it may have an attribute ``fingerprint``.
+
+    Raises:
+        ConfigError: the attribute is no text, or has more than 64 characters.
+    """
+    found = getattr(data, "fingerprint", "")
+    if not isinstance(found, str) or len(found) > 64:
+        raise ConfigError(
+            f"data: found the fingerprint {found!r}: expected a text of at most 64 characters that "
+            "says which data it is"
+        )
+    return found
+
+
+def digest_of_files(files: Sequence[tuple[str, int]]) -> str:
+    """Return a digest of the names and sizes of files, in their order.
+
+    A name counts from the folder that all files have in common, so that folder may have another
+    path on each node.
+
+    Args:
+        files: pairs of a path and a size.
+    """
+    folder = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path, _ in files])
+    digest = hashlib.blake2b(digest_size=8)
+    for path, size in files:
+        digest.update(f"{os.path.relpath(path, folder)}\0{size}\0".encode(errors="surrogateescape"))
+    return digest.hexdigest()
 
 
 def listed(paths: Sequence[str | os.PathLike[str]]) -> list[str]:

@@ -294,10 +294,13 @@ def verify(folder: Path) -> LedgerReport:
     orders: dict[int, SampleOrder] = {}
     for stretch in history:
         order = stretch.order
-        if orders and replace(next(iter(orders.values())), epoch=order.epoch) != order:
-            problems.append(
+        first = history[0]
+        same = replace(first.order, epoch=order.epoch) == order
+        if not same or first.start.fingerprint != stretch.start.fingerprint:
+            faults.append(
                 f"segment {stretch.start.segment}: it has another dataset, seed or order than the "
-                "ones before"
+                "ones before: its steps belong to another epoch's samples, or another loader has "
+                "this ledger, too"
             )
         orders[order.epoch] = order
         intervals.setdefault(order.epoch, []).extend(prove(stretch, problems, faults))

@@ -18,17 +18,21 @@ size either.
 
 import json
 import logging
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from dlrover_py.protocol import json_text
 from dlrover_py.protocol.errors import ConfigError
@@ -51,6 +55,8 @@ _PROGRESS = (
     "best_model_checkpoint",
 )
 """Fields of ``TrainerState`` that are saved as they are. The others follow from the arguments."""
+_POSITION = "elastic_data.json"
+"""File in a checkpoint of ``Trainer`` with the state of the loader."""
 _UNCOUNTED = -100
 """Label that the losses of transformers leave out."""
 
@@ -66,6 +72,8 @@ class ElasticTrainer(Trainer):
 
     A subclass may override ``compute_loss``. ``training_step`` gets :data:`StepInputs` here.
     """
+
+    lr_scheduler: Any
 
     def __init__(
         self,
@@ -335,6 +343,20 @@ class ElasticTrainer(Trainer):
             )
         return super().train(resume_from_checkpoint, trial, **options)
 
+    def _init_training_state(self, *args: Any, **options: Any) -> tuple[int, int]:
+        """Begin the state of the training, or restore it from a checkpoint of ``Trainer``.
+
+        Args:
+            args: as in ``Trainer``.
+            options: as in ``Trainer``.
+
+        Returns:
+            The epoch and the step at which ``Trainer`` begins to count: 0 and 0. The loader has
+            the position, and :meth:`_run_epoch` passes over complete epochs.
+        """
+        super()._init_training_state(*args, **options)
+        return 0, 0
+
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> Any:
@@ -349,18 +371,49 @@ class ElasticTrainer(Trainer):
             max_steps, train_dataloader, resume_from_checkpoint
         )
         if self.checkpointer.load(self._parts()) is None and resume_from_checkpoint is not None:
-            loader, step = self._data(), self.state.global_step
-            per_epoch = len(train_dataloader)
-            loader.load_state_dict(
-                {
-                    **loader.state_dict(),
-                    "epoch": step // per_epoch,
-                    "offset": step % per_epoch * self._global_batch,
-                    "steps": step,
-                }
-            )
+            loader = self._data()
+            loader.load_state_dict(_position(resume_from_checkpoint, loader, self.state))
             self._load_rng_state(resume_from_checkpoint)
+        if self.args.max_steps <= 0:
+            self._extend(max_steps)
         return prepared
+
+    def _extend(self, planned: int) -> None:
+        """Count the steps that are left again, because the restored ones may have another size.
+
+        Args:
+            planned: number of steps of a training whose steps all have the present size.
+        """
+        epochs = self.args.num_train_epochs
+        steps = self.state.global_step + _steps_left(self._data(), epochs)
+        if steps == planned or not self.state.global_step:
+            return
+        self.state.max_steps = steps
+        if not (self._created_lr_scheduler and isinstance(self.lr_scheduler, LambdaLR)):
+            return  # a scheduler of the script's own, or one that has no last step
+        state = self.lr_scheduler.state_dict()
+        self.lr_scheduler = None
+        self.create_scheduler(steps)
+        # The scheduler has put the rate of step 0 into the optimizer. One step back and one ahead
+        # put that of the restored step there.
+        state["last_epoch"] -= 1
+        self.lr_scheduler.load_state_dict(state)
+        self.lr_scheduler.step()
+        self.callback_handler.lr_scheduler = self.lr_scheduler
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Save a checkpoint of ``Trainer``, with the position in the data.
+
+        Args:
+            model: as in ``Trainer``.
+            trial: as in ``Trainer``.
+        """
+        if self.args.should_save:
+            name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            folder = Path(self._get_output_dir(trial=trial)) / name
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / _POSITION).write_text(json.dumps(self._data().state_dict()))
+        super()._save_checkpoint(model, trial)
 
     def _run_epoch(self, *, epoch: int, **options: Any) -> None:
         """Train up to the end of an epoch, from where the restored training is.
@@ -371,7 +424,9 @@ class ElasticTrainer(Trainer):
         """
         options["resume_from_checkpoint"] = None  # the loader has the position
         loader = self._data()
-        while loader.epoch <= epoch:
+        # With max_steps, the number of epochs is that of steps that all have the present size.
+        by_steps = self.args.max_steps > 0 and epoch + 1 >= self.state.num_train_epochs
+        while loader.epoch <= epoch or by_steps:
             if self._stopped_early or self.state.global_step >= self.state.max_steps:
                 self.control.should_training_stop = True  # what was restored has ended
                 return
@@ -453,7 +508,11 @@ class TrainerProgress:
             # As one text: a checkpoint has an entry of its own for each number of a list.
             "log_history": json.dumps(trainer.state.log_history, default=str),
             "callbacks": json.dumps(
-                [one.state()["attributes"] for one in self._callbacks()], default=str
+                {
+                    name: [one.state()["attributes"] for one in same]
+                    for name, same in self._callbacks().items()
+                },
+                default=str,
             ),
         }
 
@@ -468,15 +527,87 @@ class TrainerProgress:
             trainer.state.best_model_checkpoint = None
         trainer._stopped_early = state["stopped_early"]
         trainer.state.log_history = json_text.decoded(state["log_history"])
-        found = json_text.decoded(state["callbacks"])
-        for one, attributes in zip(self._callbacks(), found, strict=False):
-            for name, value in attributes.items():
-                setattr(one, name, value)
+        self._restore_callbacks(json_text.decoded(state["callbacks"]))
 
-    def _callbacks(self) -> list[Any]:
-        """Return the callbacks that have a state."""
-        every = self._trainer.callback_handler.callbacks
-        return [one for one in every if isinstance(one, ExportableState)]
+    def _restore_callbacks(self, found: Any) -> None:
+        """Give each callback the state of the one with its class in the checkpoint.
+
+        Args:
+            found: states by the name of the class, in the order of the callbacks.
+        """
+        if not isinstance(found, Mapping):
+            log.warning("huggingface: the checkpoint does not name its callbacks: they begin anew")
+            return
+        callbacks = self._callbacks()
+        for name, states in found.items():
+            same = callbacks.get(name, [])
+            for one, attributes in zip(same, states, strict=False):
+                for key, value in attributes.items():
+                    setattr(one, key, value)
+            if len(same) < len(states):
+                log.warning("huggingface: a callback of the checkpoint is missing: %s", name)
+
+    def _callbacks(self) -> dict[str, list[Any]]:
+        """Return the callbacks that have a state, by the name of their class."""
+        found: dict[str, list[Any]] = {}
+        for one in self._trainer.callback_handler.callbacks:
+            if isinstance(one, ExportableState):
+                found.setdefault(type(one).__name__, []).append(one)
+        return found
+
+
+def _position(checkpoint: str, loader: ElasticLoader, state: Any) -> dict[str, Any]:
+    """Return the position of a checkpoint of ``Trainer``, as a state of the loader.
+
+    Args:
+        checkpoint: its folder.
+        loader: the loader of this training.
+        state: the ``TrainerState`` of the checkpoint.
+
+    Raises:
+        ConfigError: the position cannot be read; or the checkpoint has none, because
+            :class:`ElasticTrainer` did not write it, and it lies within an epoch.
+    """
+    path = Path(checkpoint) / _POSITION
+    try:
+        found = json_text.decoded(path.read_text())
+    except FileNotFoundError:
+        epoch = float(state.epoch or 0)
+        if not epoch.is_integer():
+            raise ConfigError(
+                f"huggingface: {checkpoint} has no {_POSITION}, and was saved within an epoch "
+                f"({epoch:g}): it is not known which samples of it were trained: expected a "
+                "checkpoint of ElasticTrainer, or one at the end of an epoch"
+            ) from None
+        own = loader.state_dict()
+        return {**own, "epoch": int(epoch), "offset": 0, "steps": state.global_step}
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"huggingface: {path}: expected the position in the data: {error}: choose another "
+            "checkpoint"
+        ) from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"huggingface: {path}: expected an object, found {found!r}")
+    return found
+
+
+def _steps_left(loader: ElasticLoader, epochs: float) -> int:
+    """Return the number of steps from the position of a loader to the end of a training.
+
+    Args:
+        loader: has the position and the present size of a step.
+        epochs: number of epochs of the training; a fraction counts whole steps.
+    """
+    sampler = loader.sampler
+    size, length = sampler.global_batch, sampler.length
+    per_epoch = -(-length // size)
+    whole = int(epochs)
+    last = math.ceil((epochs - whole) * per_epoch)  # steps of an epoch that is not a whole one
+    if sampler.epoch < whole:
+        return sampler.steps_left() + (whole - sampler.epoch - 1) * per_epoch + last
+    if sampler.epoch == whole:
+        return max(0, -(-(min(last * size, length) - sampler.offset) // size))
+    return 0
 
 
 _LOADER_OPTIONS = (

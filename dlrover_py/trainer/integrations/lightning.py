@@ -504,7 +504,7 @@ class _Feed:
             yield self._run.begin(step)
             self._run.between_steps()
 
-    def state_dict(self) -> dict[str, int | bool]:
+    def state_dict(self) -> dict[str, int | bool | str]:
         """Return the position; see :meth:`ElasticLoader.state_dict`."""
         return self._loader.state_dict()
 

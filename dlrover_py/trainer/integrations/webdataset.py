@@ -18,7 +18,12 @@ from webdataset.tariterators import group_by_keys, tar_file_expander
 
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.trainer.data.framework_shards import IterableSource
-from dlrover_py.trainer.data.shard_sources import ShardUnreadableError, listed, opened
+from dlrover_py.trainer.data.shard_sources import (
+    ShardUnreadableError,
+    digest_of_files,
+    listed,
+    opened,
+)
 
 
 class _Samples(webdataset.DataPipeline, webdataset.FluidInterface):
@@ -44,9 +49,15 @@ def tar_source(
     for file in files:
         if not Path(file).is_file():
             raise ConfigError(f"data: {file}: expected a tar file")
+    sizes = [os.stat(file).st_size for file in files]
 
     def begin(shard: int, skip: int) -> Iterator[Any]:
         with opened(files[shard]) as file:
+            # A file that is cut at the end of a member is a whole tar file to its reader.
+            if (found := os.fstat(file.fileno()).st_size) < sizes[shard]:
+                raise ShardUnreadableError(
+                    f"{files[shard]}: expected at least {sizes[shard]} bytes, found {found}"
+                )
             members = ({"url": files[shard], "stream": file},)
             samples = _Samples(lambda: members, tar_file_expander, group_by_keys)
             try:
@@ -54,4 +65,5 @@ def tar_source(
             except ReadError as error:
                 raise ShardUnreadableError(f"{files[shard]}: {error}") from error
 
-    return IterableSource(len(files), begin)
+    digest = digest_of_files(list(zip(files, sizes, strict=True))) if files else ""
+    return IterableSource(len(files), begin, fingerprint=digest)
