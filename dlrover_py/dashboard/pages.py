@@ -193,7 +193,27 @@ class JobPage:
         status = self.view.status
         assert status is not None
         rows = timeline.node_timelines(status, self.events, self.scale.until)
-        return pictures.time_line(rows, self.events, self.outages, self.scale)
+        return pictures.time_line(
+            rows,
+            self.events,
+            self.outages,
+            self.scale,
+            rounds=self.rounds,
+            marks=timeline.marks(self.events),
+        )
+
+    @cached_property
+    def rounds(self) -> list[timeline.RoundTimeline]:
+        """The rounds that events tell of, oldest first."""
+        status = self.view.status
+        if status is None:
+            return []
+        return timeline.round_timelines(status, self.events, self.scale.until)
+
+    @property
+    def rounds_shown(self) -> Sequence[timeline.RoundTimeline]:
+        """The newest rounds, newest first."""
+        return self.rounds[: -ROWS_SHOWN - 1 : -1]
 
     @property
     def steps_curve(self) -> Markup:

@@ -266,8 +266,12 @@ def filled(kind: Any, words: str) -> Any:
 @pytest.mark.parametrize("phase", [JobPhase.RUNNING, JobPhase.FAILED])
 def test_no_text_in_any_field_of_a_status_is_markup(phase: JobPhase) -> None:
     said: JobStatus = filled(JobStatus, WORDS).model_copy(update={"phase": phase})
-    resized = EventReason.SCALED_UP
-    events = [said.events[0], said.events[0].model_copy(update={"reason": resized})]
+    formed = f"round 1: 1 node, 1 worker (joined: {WORDS}); because {WORDS}"
+    changes: list[dict[str, Any]] = [
+        {}, {"reason": EventReason.SCALED_UP}, {"reason": EventReason.CHECKPOINT_FAILED},
+        {"reason": EventReason.ROUND_FORMED, "message": formed},
+    ]  # fmt: skip
+    events = [said.events[0].model_copy(update=change) for change in changes]
     said = said.model_copy(update={"events": events, "started_at": 0.0, "published_at": 5.0})
     view = JobView(
         WORDS, [WORDS], WORDS, WORDS, said, said.conditions, events, {}, {WORDS: WORDS}, [WORDS]
