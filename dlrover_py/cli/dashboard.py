@@ -12,9 +12,11 @@ from dlrover_py.cli.jobs import Jobs, NamedJob
 from dlrover_py.dashboard import server
 from dlrover_py.net import http_server
 from dlrover_py.protocol import names
+from dlrover_py.protocol.diagnosis import NodeSnapshot
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job_view import JobView
 from dlrover_py.protocol.local import History
+from dlrover_py.protocol.status import EvidenceManifest
 
 PORT = 8765
 """The port of the dashboard where it is free; a link in a browser's history then stays right."""
@@ -82,14 +84,30 @@ class JobPages:
         }
         return simple[action]()
 
-    def log_tail(self, name: str, node: str) -> list[str]:
+    def log_tail(self, name: str, node: str, rank: int | None) -> list[str]:
         """Return the newest lines that a node's workers have printed.
+
+        Args:
+            name: name of the job.
+            node: id of the node.
+            rank: the only global rank; None for all of the node.
 
         Raises:
             ConfigError: there is no such job.
             DLRoverError: the job's cluster refuses a call, or does not answer.
         """
-        return NamedJob(self._jobs, name).logs(node)
+        return NamedJob(self._jobs, name).logs(node, rank)
+
+    def evidence(
+        self, name: str, node: str
+    ) -> tuple[Sequence[EvidenceManifest], NodeSnapshot | None]:
+        """Return the bundles of evidence, the oldest first, and the newest stacks of a node.
+
+        Raises:
+            ConfigError: there is no such job.
+            DLRoverError: the job's cluster refuses a call, or does not answer.
+        """
+        return NamedJob(self._jobs, name).evidence(node)
 
 
 def _stored(job: NamedJob) -> str:

@@ -20,6 +20,7 @@ from dlrover_py.cli import jobfile, local_jobs, locate, view
 from dlrover_py.cli.logs import LogQuery
 from dlrover_py.cli.settings import Settings, Target
 from dlrover_py.protocol import names
+from dlrover_py.protocol.diagnosis import NodeSnapshot
 from dlrover_py.protocol.errors import (
     CheckpointError,
     ConfigError,
@@ -29,7 +30,7 @@ from dlrover_py.protocol.errors import (
 )
 from dlrover_py.protocol.job_view import JobView, TimeShare, time_shares
 from dlrover_py.protocol.local import History
-from dlrover_py.protocol.status import JobEvent, JobPhase, JobStatus, date_time
+from dlrover_py.protocol.status import EvidenceManifest, JobEvent, JobPhase, JobStatus, date_time
 
 T = TypeVar("T")
 PAST_JOBS = 50
@@ -296,6 +297,10 @@ class NamedJob:
             rank: the only global rank; None for all.
         """
         return self._jobs.read(self.name, lambda j: j.log_tail(LogQuery(node=node, rank=rank)))
+
+    def evidence(self, node: str) -> tuple[list[EvidenceManifest], NodeSnapshot | None]:
+        """Return the bundles of evidence, the oldest first, and the newest stacks of a node."""
+        return self._jobs.read(self.name, lambda j: (j.evidence(), j.node_snapshot(node)))
 
     def goodput(self) -> Any:
         """Return where the time went: rows as in :class:`TimeShare`, or their DataFrame.

@@ -21,6 +21,7 @@ from dlrover_py.net.http_client import HttpClient
 from dlrover_py.process.identity import is_stopped
 from dlrover_py.process.ownership import RUNTIME_HINT, STATE_HINT, NotOwnedError, is_own
 from dlrover_py.protocol import names
+from dlrover_py.protocol.diagnosis import NodeSnapshot
 from dlrover_py.protocol.documents import explain
 from dlrover_py.protocol.errors import ConfigError, UnreachableError
 from dlrover_py.protocol.job import ElasticJob
@@ -303,6 +304,9 @@ class RunningJob:
     def evidence(self) -> list[EvidenceManifest]:  # noqa: D102
         return runs.bundles(self._log_folder().parent)
 
+    def node_snapshot(self, node: str) -> NodeSnapshot | None:  # noqa: D102
+        return runs.node_snapshot(self._log_folder().parent, node)
+
     def show_logs(self, query: LogQuery) -> None:  # noqa: D102
         folder = self._log_folder()
         if not print_logs(folder, self._socket if query.follow else None, query):
@@ -564,6 +568,9 @@ class EndedJob:
 
     def evidence(self) -> list[EvidenceManifest]:  # noqa: D102
         return runs.bundles(self._folder)
+
+    def node_snapshot(self, node: str) -> NodeSnapshot | None:  # noqa: D102
+        return runs.node_snapshot(self._folder, node)
 
     def show_logs(self, query: LogQuery) -> None:
         """Print the log lines of the run that the query selects.

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from dlrover_py.process.blocking import read_regular
 from dlrover_py.process.ownership import STATE_HINT, is_own
 from dlrover_py.protocol import names
+from dlrover_py.protocol.diagnosis import NodeSnapshot
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.status import EvidenceManifest, JobStatus
 
@@ -84,6 +85,22 @@ def bundles(folder: Path) -> list[EvidenceManifest]:
             manifest = read_document(path, EvidenceManifest)
             found.append(manifest.model_copy(update={"folder": str(path.parent)}))
     return found
+
+
+def node_snapshot(folder: Path, node: str) -> NodeSnapshot | None:
+    """Return a node's part of the newest bundle that has one; None if there is none.
+
+    Args:
+        folder: folder of the run.
+        node: id of the node.
+    """
+    if not re.fullmatch(names.NODE_ID, node):
+        return None
+    paths = (folder / names.EVIDENCE_FOLDER).glob(f"*/{node}.json")
+    for path in sorted(paths, reverse=True):
+        with contextlib.suppress(FileNotFoundError, ConfigError):
+            return read_document(path, NodeSnapshot)
+    return None
 
 
 def ended(state_root: Path | None) -> list[Run]:

@@ -296,6 +296,21 @@ class JobPage:
         """Whether it is known of some node what it uses of its CPUs and its memory."""
         return any(node.memory_limit for node in self.nodes)
 
+    def data_wait(self, node: NodeStatus) -> str:
+        """Return the share of its time that a node waits for data; empty if not known, or small."""
+        share = node.data_wait if ranks.trains(node) else 0.0
+        return f"{100 * share:.0f} %" if share >= 0.005 else ""
+
+    def ranks_of(self, node: str) -> range:
+        """Return the global ranks of a node's workers; none if it is no member of the round."""
+        first = 0
+        for one in self.nodes:
+            if one.node_rank is not None:
+                if one.id == node:
+                    return range(first, first + one.nproc)
+                first += one.nproc
+        return range(0)
+
     def step_time(self, node: NodeStatus) -> str:
         """Return the time of a node's step, and its ratio to the median; empty if not known."""
         return ranks.step_time(node, self.median_step_s)

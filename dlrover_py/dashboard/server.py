@@ -24,10 +24,12 @@ from markupsafe import Markup
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dlrover_py.dashboard import curves, pages
+from dlrover_py.dashboard import curves, logs, pages
+from dlrover_py.protocol.diagnosis import NodeSnapshot
 from dlrover_py.protocol.errors import DLRoverError
 from dlrover_py.protocol.job_view import JobView
 from dlrover_py.protocol.local import History
+from dlrover_py.protocol.status import EvidenceManifest
 
 log = logging.getLogger("dashboard")
 
@@ -91,8 +93,19 @@ class ShownJobs(Protocol):
             value: What the form says: a number of nodes, or a node; else empty.
         """
 
-    def log_tail(self, name: str, node: str) -> list[str]:
-        """Return the newest lines that a node's workers have printed."""
+    def log_tail(self, name: str, node: str, rank: int | None) -> list[str]:
+        """Return the newest lines that a node's workers have printed, each with its origin.
+
+        Args:
+            name: Name of the job.
+            node: Id of the node.
+            rank: The only global rank; None for all of the node.
+        """
+
+    def evidence(
+        self, name: str, node: str
+    ) -> tuple[Sequence[EvidenceManifest], NodeSnapshot | None]:
+        """Return the bundles of evidence, the oldest first, and the newest stacks of a node."""
 
 
 class Access:
@@ -347,6 +360,11 @@ class Guard:
         await answer(scope, receive, with_headers)
 
 
+def _number(text: str) -> int | None:
+    """Return a rank that a page asks for; None for all ranks."""
+    return int(text) if re.fullmatch("[0-9]{1,9}", text) else None
+
+
 class Dashboard:
     """The dashboard of some jobs as an ASGI application, and its end."""
 
@@ -362,11 +380,13 @@ class Dashboard:
             poll_s: Seconds between two looks at a job that somebody watches.
         """
         self._watches: dict[str, SectionWatch] = {}
-        routes = _routes(jobs, access, now, poll_s, self._watches)
+        self._closing = asyncio.Event()
+        routes = _routes(jobs, access, now, poll_s, self._watches, self._closing)
         self.asgi: ASGIApp = Guard(routes, access.known)
 
     def close(self) -> None:
         """End the event streams. Otherwise the server would wait for their viewers."""
+        self._closing.set()
         for watch in self._watches.values():
             watch.close()
 
@@ -377,6 +397,7 @@ def _routes(
     now: Callable[[], float],
     poll_s: float,
     watches: dict[str, SectionWatch],
+    closing: asyncio.Event,
 ) -> FastAPI:
     """Return the pages and actions. Their links are relative, so they work below any path.
 
@@ -386,6 +407,7 @@ def _routes(
         now: Wall clock, in Unix seconds.
         poll_s: Seconds between two looks at a job that somebody watches.
         watches: Gets a watch for each job that somebody watches.
+        closing: Ends the streams of output once it is set.
     """
     # Its own redirect names the whole address, which a proxy may have changed.
     found = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
@@ -414,6 +436,18 @@ def _routes(
         answer = access.enter(token, to, path=path, secure=request.url.scheme == "https")
         return answer or HTMLResponse(pages.render("enter.html", root=""), 401)
 
+    def live_part(text: str, key: str = "live") -> tuple[Markup, str]:
+        """Return a part of a page with its digest, which it sends when it asks for a newer one."""
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        live = pages.render("live.html", text=Markup(text), digest=digest, key=key)
+        return Markup(live), digest
+
+    def changed_part(request: Request, text: str, key: str = "live") -> Response:
+        """Return a part of a page, or nothing if the page has the same."""
+        live, digest = live_part(text, key)
+        same = request.query_params.get("seen") == digest
+        return Response(status_code=204) if same else HTMLResponse(live)
+
     def live_page(request: Request, template: str, text: str, **values: Any) -> Response:
         """Return a page with a part that asks every few seconds whether it has changed.
 
@@ -425,12 +459,9 @@ def _routes(
             text: The part.
             values: Further values of the template.
         """
-        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        if request.query_params.get("seen") == digest:
-            return Response(status_code=204)
-        live = Markup(pages.render("live.html", text=Markup(text), digest=digest))
-        part = "hx-request" in request.headers
-        return HTMLResponse(live if part else pages.render(template, live=live, **values))
+        if "hx-request" in request.headers or "seen" in request.query_params:
+            return changed_part(request, text)
+        return HTMLResponse(pages.render(template, live=live_part(text)[0], **values))
 
     @found.get("/")
     async def index(request: Request) -> Response:
@@ -507,11 +538,53 @@ def _routes(
 
     @found.get("/jobs/{name}/nodes/{node}/")
     async def node(name: str, node: str, request: Request) -> Response:
-        """Show one node: its state, its events and the newest output of its workers."""
+        """Show one node: its state, its events, the output of its workers, and their stacks."""
         page = await newest(name)
-        lines = await asyncio.to_thread(jobs.log_tail, name, node)
-        text = pages.render("node_now.html", page=page, node=node, lines=lines)
-        return live_page(request, "node.html", text, page=page, node=node, root="../../../../")
+        text = pages.render("node_now.html", page=page, node=node)
+        if "hx-request" in request.headers:
+            return changed_part(request, text)
+        rank = _number(request.query_params.get("rank", ""))
+        every = await asyncio.to_thread(jobs.log_tail, name, node, None)
+        lines = every if rank is None else await asyncio.to_thread(jobs.log_tail, name, node, rank)
+        return live_page(
+            request,
+            "node.html",
+            text,
+            page=page,
+            node=node,
+            root="../../../../",
+            rank=rank,
+            ranks=sorted({*page.ranks_of(node), *logs.ranks_in(every)}),
+            lines=Markup(pages.render("log_lines.html", lines=lines, whole=True)),
+            evidence=live_part(await evidence_of(name, node), "evidence")[0],
+        )
+
+    async def evidence_of(name: str, node: str) -> str:
+        """Return the stacks of a node, and the evidence of its job, as a part of its page."""
+        bundles, snapshot = await asyncio.to_thread(jobs.evidence, name, node)
+        return pages.render("node_evidence.html", bundles=bundles, snapshot=snapshot, node=node)
+
+    @found.get("/jobs/{name}/nodes/{node}/evidence")
+    async def evidence(name: str, node: str, request: Request) -> Response:
+        """Return the stacks of a node, and the evidence of its job, unless the page has them."""
+        return changed_part(request, await evidence_of(name, node), "evidence")
+
+    @found.get("/jobs/{name}/nodes/{node}/log")
+    async def log_stream(name: str, node: str, rank: str = "") -> Response:
+        """Stream what a node's workers print, as parts of its page."""
+        number = _number(rank)
+
+        async def parts() -> AsyncIterator[str]:
+            async def tail() -> list[str]:
+                return await asyncio.to_thread(jobs.log_tail, name, node, number)
+
+            async with aclosing(logs.changes(tail, poll_s, closing)) as found:
+                async for lines, whole in found:
+                    text = pages.render("log_part.html", lines=lines, whole=whole)
+                    data = "".join(f"data: {line}\n" for line in text.split("\n"))
+                    yield f"{data}\n" if lines or whole else ": still here\n\n"
+
+        return StreamingResponse(parts(), media_type="text/event-stream")
 
     @found.post("/jobs/{name}/actions/{action}")
     async def act(name: str, action: str, request: Request) -> Response:

@@ -4,7 +4,7 @@ All functions are pure. Times are Unix seconds.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import zip_longest
@@ -85,7 +85,7 @@ class Mark:
     """Whether something has failed."""
 
 
-_MARKS = {
+_MARKS: dict[str, MarkKind] = {
     EventReason.SPEC_CHANGED: MarkKind.SIZE,
     EventReason.SCALED_UP: MarkKind.SIZE,
     EventReason.SCALED_DOWN: MarkKind.SIZE,
@@ -106,8 +106,7 @@ _MARKS = {
 
 def marks(events: Sequence[JobEvent]) -> list[Mark]:
     """Return the scalings, the checkpoints and the terms of masters, oldest first."""
-    kinds: Mapping[str, MarkKind] = _MARKS
-    found = [(e, kinds[e.reason]) for e in events if e.reason in kinds]
+    found = [(e, _MARKS[e.reason]) for e in events if e.reason in _MARKS]
     return [Mark(e.at, kind, e.message, e.type == "Warning") for e, kind in found]
 
 

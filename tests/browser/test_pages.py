@@ -152,7 +152,15 @@ def test_a_list_and_a_node_that_stay_open_show_what_is_new(page: Page) -> None:
         node.goto(f"{page.url}nodes/n0/")
         page.goto("about:blank")
         expect(table.locator(".phase")).to_have_text("Running")
-        expect(node.locator("pre")).to_contain_text("r")
+        expect(node.locator("#log")).to_contain_text("[n0 round 1 rank 1] r")
+        node.get_by_role("combobox", name="rank").select_option("1")
+        node.get_by_role("button", name="Show").click()
+        expect(node.locator("#log")).not_to_contain_text("rank 0")
+        jobs.view = replace(jobs.view, reason="one line more")
+        expect(node.locator("#log")).to_have_text(
+            re.compile(r"^\[n0 round 1 rank 1\] r\n\[n0 round 1 rank 1\] one line more\n?$")
+        )
+        accessible(node)
         jobs.problem = UnreachableError("the job does not answer")
         for one in (table, node):
             expect(one.get_by_role("alert")).to_have_text("the job does not answer")
@@ -161,6 +169,6 @@ def test_a_list_and_a_node_that_stay_open_show_what_is_new(page: Page) -> None:
         shown = jobs.view.status.model_copy(update={"phase": JobPhase.FAILED})
         jobs.view = replace(jobs.view, status=shown, reason="a line that came later")
         expect(table.locator(".phase")).to_have_text("Failed")
-        expect(node.locator("pre")).to_contain_text("a line that came later")
+        expect(node.locator("#log")).to_contain_text("a line that came later")
         for one in (node, table):
             one.goto("about:blank")

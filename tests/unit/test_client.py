@@ -137,7 +137,8 @@ def test_a_page_about_a_job_of_this_machine_never_reaches_a_cluster(here: Path) 
         lambda: shown.change("demo", "suspend", ""),
         lambda: shown.change("demo", "scale", "3"),
         lambda: shown.load("another"),
-        lambda: shown.log_tail("another", "n0"),
+        lambda: shown.log_tail("another", "n0", None),
+        lambda: shown.evidence("another", "n0"),
     ):
         with pytest.raises(ConfigError) as error:
             call()

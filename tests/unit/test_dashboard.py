@@ -22,8 +22,9 @@ from starlette.types import Message
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dlrover_py.cli.view import JobRow
-from dlrover_py.dashboard import pages, pictures, ranks, server
+from dlrover_py.dashboard import logs, pages, pictures, ranks, server
 from dlrover_py.protocol.agents import WorkerPhase
+from dlrover_py.protocol.diagnosis import NodeSnapshot
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job_view import JobView
 from dlrover_py.protocol.local import METRICS_KEPT, History, ProgressSample
@@ -31,6 +32,7 @@ from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.status import (
     Condition,
     DiagnosisStatus,
+    EvidenceManifest,
     GoodputCeiling,
     GoodputStatus,
     HeldCheckpoint,
@@ -70,6 +72,8 @@ class OneJob:
     asked: list[tuple[str, str, str]] = field(default_factory=list)
     where: str = "on this machine"
     problem: Exception | None = None
+    kept: list[EvidenceManifest] = field(default_factory=list)
+    snapshot: NodeSnapshot | None = None
 
     def rows(self) -> Sequence[JobRow]:
         if self.problem is not None:
@@ -88,8 +92,17 @@ class OneJob:
         self.asked.append((name, action, value))
         return f"done: {value}"
 
-    def log_tail(self, name: str, node: str) -> list[str]:
-        return [self.view.reason]
+    def log_tail(self, name: str, node: str, rank: int | None) -> list[str]:
+        return [
+            f"[{node} round 1 rank {number}] {self.view.reason}"
+            for number in (0, 1)
+            if rank in (None, number)
+        ]
+
+    def evidence(
+        self, name: str, node: str
+    ) -> tuple[Sequence[EvidenceManifest], NodeSnapshot | None]:
+        return self.kept, self.snapshot
 
 
 @dataclass
@@ -285,6 +298,92 @@ def test_no_text_in_any_field_of_a_status_is_markup(phase: JobPhase) -> None:
     assert shown.text.count("&{{ 7 * 7 }}") > 20
 
 
+def test_no_text_of_a_stack_or_of_evidence_or_of_a_log_is_markup() -> None:
+    bundle: EvidenceManifest = filled(EvidenceManifest, WORDS)
+    snapshot: NodeSnapshot = filled(NodeSnapshot, WORDS)
+    jobs = OneJob(kept=[bundle.model_copy(update={"at": AT})], snapshot=snapshot)
+    jobs.view = replace(jobs.view, reason=WORDS)
+    browser = Browser(jobs).enter()
+    for path in ("", "evidence"):
+        page = Page(browser.call("GET", f"/jobs/demo/nodes/n0/{path}").text)
+        assert not {name for name, _ in page.attributes if name.startswith("on")}
+        assert "img" not in page.tags
+        assert "49" not in page.text
+        assert "\x1b" not in page.text
+        assert page.text.count("&{{ 7 * 7 }}") >= 10
+
+
+def test_the_output_of_a_node_is_of_the_rank_that_was_chosen() -> None:
+    browser = Browser().enter()
+    for query, count in (("", 2), ("?rank=1", 1), ("?rank=x", 2)):
+        text = browser.call("GET", f"/jobs/demo/nodes/n0/{query}").text
+        assert re.findall(r'<option value="(\d)"', text) == ["0", "1"]
+        assert text.count(" selected>1<") == (count == 1)
+        assert text.count("[n0 round 1 rank ") == count
+        assert ('connect="log?rank=1"' in text) == (count == 1)
+
+
+def test_a_stream_of_output_has_the_new_lines_only() -> None:
+    async def streamed() -> list[str]:
+        jobs = OneJob()
+        browser = Browser(jobs)
+        board = server.Dashboard(jobs, browser.access, lambda: AT, poll_s=0.001)
+        browser.app = board.asgi
+        browser.cookie = f"{browser.access.cookie_name}={browser.access._cookie}"
+        told: list[Message] = []
+        stream = asyncio.create_task(
+            browser.called("GET", "/jobs/demo/nodes/n0/log?rank=0", stream=told)
+        )
+        for count, reason in ((1, "second\n<b>"), (2, "third"), (3, "third")):
+            while sum(bool(message.get("body")) for message in told) < count:
+                await asyncio.sleep(0.001)
+            jobs.view = replace(jobs.view, reason=reason)
+        board.close()
+        await asyncio.wait_for(stream, 30)
+        return [m["body"].decode() for m in told[1:] if m.get("body")]
+
+    first, *more = asyncio.run(streamed())
+    assert 'hx-swap="innerHTML"' in first
+    assert "[n0 round 1 rank 0] r\n" in first
+    text = "".join(more)
+    assert text.count('hx-swap="beforeend"') == len(more)
+    assert text.count("[n0 round 1 rank 0]") == 2
+    assert "data: &lt;b&gt;\n" in text
+    assert "third" in text
+    assert "rank 1" not in text
+
+
+@given(
+    written=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=40),
+    looks=st.lists(st.integers(0, 40), max_size=6),
+    kept=st.integers(41, 60),
+)
+def test_each_line_is_new_once(written: list[tuple[int, int]], looks: list[int], kept: int) -> None:
+    """Whatever lines are alike: as long as no file has more than are looked at."""
+    before: list[str] = []
+    told: list[str] = []
+    for end in [*sorted(looks), len(written)]:
+        files = [[text for file, text in written[:end] if file == one] for one in range(3)]
+        now = [
+            f"[n0 round 1 rank {one}] {text}"
+            for one, lines in enumerate(files)
+            for text in lines[-kept:]
+        ]
+        told += logs.added(before, now)
+        before = now
+    assert sorted(told) == sorted(f"[n0 round 1 rank {file}] {text}" for file, text in written)
+
+
+def test_lines_that_were_pushed_out_are_not_missed() -> None:
+    lines = [f"[n0 round 1 rank 0] {i}" for i in range(30)]
+    assert logs.added(lines[:20], lines[5:25]) == lines[20:25]
+    assert logs.added(lines[10:20], lines[:22]) == lines[20:22], "a larger share shows older ones"
+    assert logs.added(lines[:5], lines[10:15]) == lines[10:15]
+    other = ["[n0 round 2 rank 0 err] 1"]
+    assert logs.added(lines, other) == other
+    assert logs.ranks_in([*lines, *other, "[n0] said", "no"]) == {0}
+
+
 def test_an_action_needs_a_form_of_our_page() -> None:
     browser = Browser().enter()
     csrf = browser.access.csrf
@@ -392,7 +491,7 @@ def test_the_nodes_of_a_page_show_what_they_use_where_it_is_known() -> None:
         found = pages.section("nodes", pages.JobPage(replace(view, status=status), History(), AT))
         assert found.count("<td>7.5</td><td>3.1 GB of 8.6 GB</td>") == count
         cells = {row.count("<td") + row.count("<th") for row in found.split("<tr")[1:]}
-        assert cells == {11 + 2 * count}, "each row has as many columns"
+        assert cells == {12 + 2 * count}, "each row has as many columns"
         assert found.count(">CPUs</th>") == count
 
 
@@ -507,7 +606,7 @@ def test_a_page_and_its_stream_have_the_same_revision() -> None:
 def test_a_list_and_a_node_are_sent_again_only_when_they_have_changed(path: str) -> None:
     jobs = OneJob()
     browser = Browser(jobs).enter()
-    (seen,) = re.findall(r'name="seen" value="(\w+)"', browser.call("GET", path).text)
+    (seen, *_) = re.findall(r'name="seen" value="(\w+)"', browser.call("GET", path).text)
     same = browser.call("GET", f"{path}?seen={seen}")
     assert (same.status, same.body) == (204, b"")
     shown = jobs.view.status
