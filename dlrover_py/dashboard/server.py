@@ -6,6 +6,7 @@ POST with the session's second secret, which only our own pages have.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import logging
@@ -30,6 +31,7 @@ from dlrover_py.protocol.errors import DLRoverError
 from dlrover_py.protocol.job_view import JobView
 from dlrover_py.protocol.local import History
 from dlrover_py.protocol.status import EvidenceManifest
+from dlrover_py.protocol.words import plain
 
 log = logging.getLogger("dashboard")
 
@@ -52,6 +54,9 @@ PICTURES_S = 5.0
 """Least seconds between two announcements of a picture, which is large."""
 SECTION_BYTES_PER_S = 2048
 """A viewer loads no more of one section than that, however large it is."""
+LAST_LOOK_S = 0.5
+"""Seconds that the last look at a job may take, for the last words of a page. The server waits for
+its streams for a second."""
 PING_S = 20.0
 """Seconds without a change after which the event stream sends a comment, so that it stays open."""
 
@@ -485,6 +490,12 @@ def _routes(
         values = {"sections": parts, "csrf": access.csrf, "since": since, "root": "../../"}
         return HTMLResponse(pages.render("job.html", page=page, **values))
 
+    def titled(section: str, text: str, page: pages.JobPage | None) -> str:
+        """Return a section; the head of a page with the title that the page then has."""
+        if section != "head" or page is None:
+            return text
+        return Markup("<title>{}</title>").format(plain(page.title)) + Markup(text)
+
     @found.get("/jobs/{name}/sections/{section}")
     async def one_section(
         name: str, section: str, start: int = 0, *, whole: bool = False
@@ -497,12 +508,12 @@ def _routes(
             return HTMLResponse("", 404)
         watch = watches.get(name)
         if not (start or whole) and watch is not None and section in watch.sections:
-            return HTMLResponse(watch.sections[section])
+            return HTMLResponse(titled(section, watch.sections[section], watch.page))
         page = replace(await newest(name), nodes_from=max(0, start))
         text = pages.section(section, page)
         if whole:
             text = pages.render("section.html", name=section, start=page.nodes_from, text=text)
-        return HTMLResponse(text)
+        return HTMLResponse(titled(section, text, page))
 
     @found.get("/jobs/{name}/changes")
     async def changes(name: str, request: Request, since: str = "") -> Response:
@@ -517,6 +528,8 @@ def _routes(
                         told = f"id: {revision}\ndata:\n\n"
                         text = "".join(f"event: {s}\n{told}" for s in changed)
                         yield text or ": still here\n\n"
+                if closing.is_set():
+                    yield await farewell(name, whole=True)
             finally:
                 if not watch.is_watched and watches.get(name) is watch:
                     del watches[name]
@@ -583,6 +596,8 @@ def _routes(
                     text = pages.render("log_part.html", lines=lines, whole=whole)
                     data = "".join(f"data: {line}\n" for line in text.split("\n"))
                     yield f"{data}\n" if lines or whole else ": still here\n\n"
+            if closing.is_set():
+                yield await farewell(name, whole=False)
 
         return StreamingResponse(parts(), media_type="text/event-stream")
 
@@ -597,9 +612,50 @@ def _routes(
         if action not in ACTIONS:
             return HTMLResponse("", 404)
         value = form.get("value", "")
+        if form.get("sure") != "yes" and (question := (await newest(name)).risk(action, value)):
+            ask = {"question": question, "action": action, "value": value, "csrf": access.csrf}
+            return HTMLResponse(pages.render("confirm.html", **ask))
         log.info("action", extra={"data": {"job": name, "action": action, "value": value}})
         done = await asyncio.to_thread(jobs.change, name, action, value)
-        return HTMLResponse(pages.render("done.html", message=done))
+        return HTMLResponse(pages.render("done.html", message=done, focus="sure" in form))
+
+    @found.get("/jobs/{name}/actions/keep")
+    async def keep(name: str) -> Response:
+        """Answer who does not confirm an action."""
+        words = f"nothing was changed at {name}"
+        return HTMLResponse(pages.render("done.html", message=words, focus=True))
+
+    async def farewell(name: str, *, whole: bool) -> str:
+        """Return the last message of a stream: that the pages end, and where to look then.
+
+        Args:
+            name: Name of the job; empty for all.
+            whole: Also send the newest sections of the job's page.
+        """
+        words, parts = "This dashboard has ended.", []
+        with contextlib.suppress(DLRoverError, TimeoutError):
+            page = await asyncio.wait_for(load(name), LAST_LOOK_S) if name else None
+            if page is not None and page.view.status is not None and page.view.status.phase.ended:
+                words = f"{name} has ended: {page.view.phase}. This dashboard has ended, too."
+            if page is not None and whole:
+                parts = [(s, Markup(pages.section(s, page))) for s in pages.SECTIONS]
+        words += f" To look again: dlrover dashboard {name}".rstrip()
+        text = pages.render("over.html", words=words, sections=parts)
+        return "".join(f"data: {line}\n" for line in text.split("\n")) + "\n"
+
+    @found.get("/over")
+    async def over() -> Response:
+        """Stream nothing but the end of the dashboard."""
+
+        async def parts() -> AsyncIterator[str]:
+            while not closing.is_set():
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(closing.wait(), PING_S)
+                    yield await farewell("", whole=False)
+                    return
+                yield ": still here\n\n"
+
+        return StreamingResponse(parts(), media_type="text/event-stream")
 
     found.mount("/static", StaticFiles(directory=pages.FOLDER / "static"))
     return found

@@ -323,6 +323,46 @@ def test_the_output_of_a_node_is_of_the_rank_that_was_chosen() -> None:
         assert ('connect="log?rank=1"' in text) == (count == 1)
 
 
+def test_a_page_that_is_open_when_the_dashboard_ends_says_so_and_shows_the_end() -> None:
+    async def streamed(path: str) -> str:
+        jobs = OneJob()
+        browser = Browser(jobs)
+        board = server.Dashboard(jobs, browser.access, lambda: AT, poll_s=3600)
+        browser.app = board.asgi
+        browser.cookie = f"{browser.access.cookie_name}={browser.access._cookie}"
+        told: list[Message] = []
+        stream = asyncio.create_task(browser.called("GET", path, stream=told))
+        while not told or ("jobs" in path and len(told) < 2):
+            await asyncio.sleep(0)
+        assert jobs.view.status is not None
+        over = jobs.view.status.model_copy(update={"phase": JobPhase.SUCCEEDED})
+        jobs.view = replace(jobs.view, status=over, phase="Succeeded", reason="trained")
+        board.close()
+        await asyncio.wait_for(stream, 30)
+        return bytes(told[-2].get("body", b"") or told[-1].get("body", b"")).decode()
+
+    shown = asyncio.run(streamed("/jobs/demo/changes"))
+    assert "demo has ended: Succeeded. This dashboard has ended, too." in shown
+    assert '<hx-partial hx-target="#head" hx-swap="innerMorph">' in shown
+    assert "trained" in shown
+    assert all(line.startswith("data:") for line in shown.strip().split("\n"))
+    assert "To look again: dlrover dashboard<" in asyncio.run(streamed("/over"))
+
+
+def test_the_title_follows_the_step_and_times_have_a_date() -> None:
+    view = running()
+    assert view.status is not None
+    assert view.status.progress is not None
+    progress = view.status.progress.model_copy(update={"step": 7, "total": None})
+    said = view.status.model_copy(update={"progress": progress})
+    browser = Browser(OneJob(replace(view, name="demo\x1b<b>", status=said))).enter()
+    title = r"<title>demo\x1b&lt;b&gt;: Running, step 7</title>"
+    assert title in browser.call("GET", "/jobs/demo/").text
+    assert browser.call("GET", "/jobs/demo/sections/head").text.startswith(title)
+    iso, words = r"(2023-11-1\d\w[^\"]*[+-]\d\d:\d\d)", r"1\d Nov \d\d:\d\d:\d\d"
+    assert re.fullmatch(f'<time datetime="{iso}" title="\\1">{words}</time>', pages.when(AT))
+
+
 def test_a_stream_of_output_has_the_new_lines_only() -> None:
     async def streamed() -> list[str]:
         jobs = OneJob()
@@ -342,7 +382,8 @@ def test_a_stream_of_output_has_the_new_lines_only() -> None:
         await asyncio.wait_for(stream, 30)
         return [m["body"].decode() for m in told[1:] if m.get("body")]
 
-    first, *more = asyncio.run(streamed())
+    first, *more, last = asyncio.run(streamed())
+    assert "This dashboard has ended. To look again: dlrover dashboard demo<" in last
     assert 'hx-swap="innerHTML"' in first
     assert "[n0 round 1 rank 0] r\n" in first
     text = "".join(more)
@@ -392,7 +433,17 @@ def test_an_action_needs_a_form_of_our_page() -> None:
         assert browser.act("scale", value="3", **wrong).status == 403
     assert browser.act("explode", csrf=csrf).status == 404
     assert browser.act("scale", csrf=csrf, value="3" * 5000).status == 413
+    for risky in ("suspend", "restart", "drain", "scale"):
+        asked = browser.act(risky, csrf=csrf, value="<i>" if risky == "drain" else "1")
+        assert 'role="alertdialog"' in asked.text
+        assert "<i>" not in asked.text
+        assert 'name="sure" value="yes"' in asked.text
+    assert "Scale demo from 2 to 1? 1 node less" in asked.text
+    assert browser.act("suspend", sure="yes").status == 403
+    assert "nothing was changed" in browser.call("GET", "/jobs/demo/actions/keep").text
     assert browser.jobs.asked == []
+    answer = browser.act("suspend", csrf=csrf, sure="yes")
+    assert ("done: " in answer.text, browser.jobs.asked.pop()) == (True, ("demo", "suspend", ""))
     answer = browser.act("scale", csrf=csrf, value="<b>3")
     assert (answer.status, browser.jobs.asked) == (200, [("demo", "scale", "<b>3")])
     assert "done: &lt;b&gt;3" in answer.text
