@@ -293,6 +293,17 @@ class JobPage:
         return found
 
     @property
+    def goodput_curve(self) -> Markup:
+        """The picture of the goodput over time; empty if fewer than two samples have it."""
+        status = self.view.status
+        points = [(s.at, s.goodput) for s in self.history.samples if s.goodput is not None]
+        if status is None or len(points) < 2:
+            return Markup("")
+        best = status.goodput.ceiling if status.goodput is not None else None
+        share = None if best is None else min(1.0, max(0.0, best.share))
+        return pictures.share_curve(points, self.outages, self.scale, share)
+
+    @property
     def goodput_bar(self) -> Markup:
         """The picture that shows where the time went; empty until a step is reported."""
         status = self.view.status

@@ -299,6 +299,26 @@ def value_curve(
     return _curve(points, found, scale, label=f"{name} over time", span=(low, high))
 
 
+def share_curve(
+    points: Sequence[tuple[float, float]],
+    found: Sequence[Outage],
+    scale: Scale,
+    ceiling: float | None,
+) -> Markup:
+    """Return the picture of the goodput over time, in percent.
+
+    Args:
+        points: Unix seconds and share from 0 to 1, oldest first; at least one.
+        found: interruptions.
+        scale: time axis.
+        ceiling: the best share that could be reached, as a line; None if it is not known.
+    """
+    percent = [(at, 100 * share) for at, share in points]
+    level = None if ceiling is None else 100 * ceiling
+    span = (0.0, 100.0)
+    return _curve(percent, found, scale, label="goodput over time in %", span=span, level=level)
+
+
 def _curve(
     points: Sequence[tuple[float, float]],
     found: Sequence[Outage],
@@ -306,6 +326,7 @@ def _curve(
     *,
     label: str,
     span: tuple[float, float],
+    level: float | None = None,
 ) -> Markup:
     """Return the picture of a line over time, with the interruptions, each of which ends a round.
 
@@ -315,6 +336,7 @@ def _curve(
         scale: time axis.
         label: what the picture shows.
         span: values at the bottom and at the top.
+        level: a value that gets a line of its own: the best one that could be reached.
     """
     top, bottom = 10, 10 + CURVE_HEIGHT
     low, high = span
@@ -336,6 +358,12 @@ def _curve(
         f'<polyline points="{line}" fill="none" stroke="var(--calm)" stroke-width="2" '
         'stroke-linejoin="round"/>'
     )
+    if level is not None:
+        text = f"at most {level:.1f} could be reached"
+        parts.append(
+            f'<path d="M{LEFT} {y(level)}H{WIDTH - RIGHT}" stroke="var(--good)" stroke-width="2" '
+            f'stroke-dasharray="8 4"><title>{text}</title></path>'
+        )
     for outage in found:
         if outage.round:
             x = scale.x(outage.resumed.at if outage.resumed is not None else outage.cause.at)

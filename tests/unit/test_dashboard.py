@@ -22,7 +22,7 @@ from starlette.types import Message
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dlrover_py.cli.view import JobRow
-from dlrover_py.dashboard import logs, pages, pictures, ranks, server
+from dlrover_py.dashboard import curves, logs, pages, pictures, ranks, server
 from dlrover_py.protocol.agents import WorkerPhase
 from dlrover_py.protocol.diagnosis import NodeSnapshot
 from dlrover_py.protocol.errors import ConfigError
@@ -827,6 +827,35 @@ def test_a_long_curve_has_few_points_and_keeps_its_peaks() -> None:
     assert len(points) <= pictures.CURVE_POINTS
     assert points == sorted(points), "from left to right"
     assert min(y for _, y in points) == 10, "the peak is at the top"
+
+
+def test_goodput_over_time_is_a_curve_with_its_ceiling_and_a_number_in_the_files() -> None:
+    shown = running().status
+    assert shown is not None
+    assert shown.progress is not None
+    ceiling = GoodputCeiling(
+        share=0.9, failures=1, between_s=1.0, recovery_s=1.0, save_s=1.0, interval_s=1.0
+    )
+    kept = History()
+    for i, share in enumerate((None, 0.5, 0.75)):
+        goodput = GoodputStatus(
+            wall_s=10.0, share=share, ceiling=ceiling if i else None, seconds={"productive": 1.0}
+        )
+        progress = shown.progress.model_copy(update={"step": i})
+        changes = {"goodput": goodput, "published_at": AT + i, "progress": progress}
+        shown = shown.model_copy(update=changes)
+        kept = kept.with_sample(shown, 10)
+    assert [sample.goodput for sample in kept.samples] == [None, 0.5, 0.75]
+    page = pages.JobPage(replace(running(), status=shown), kept, AT + 3)
+    text = pages.section("time", page)
+    (line,) = re.findall(r'<polyline points="([^"]*)"', text)
+    heights = [float(point.split(",")[1]) for point in line.split()]
+    assert heights == [10 + pictures.CURVE_HEIGHT * share for share in (0.5, 0.25)]
+    assert "<title>at most 90.0 could be reached</title>" in text
+    assert 'aria-label="goodput over time in %"' in text
+    assert "<polyline" not in pages.section("time", replace(page, history=History()))
+    assert curves.as_csv(kept).splitlines()[2].split(",")[5] == "0.5"
+    assert curves.as_csv(kept).splitlines()[1].split(",")[5] == ""
 
 
 def test_a_history_keeps_few_numbers_of_a_sample_and_only_finite_ones() -> None:
