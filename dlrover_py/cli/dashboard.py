@@ -20,6 +20,8 @@ from dlrover_py.protocol.status import EvidenceManifest
 
 PORT = 8765
 """The port of the dashboard where it is free; a link in a browser's history then stays right."""
+RUNS_SHOWN = 20
+"""Most runs of a job that its page names."""
 STORE_S = 10.0
 """Seconds that a page waits for a checkpoint. A longer write goes on, and is shown."""
 POLL_S, CLUSTER_POLL_S = 1.0, 3.0
@@ -46,6 +48,14 @@ class JobPages:
             DLRoverError: the cluster does not answer.
         """
         return self._jobs.list(each_name_once=True)
+
+    def runs(self, name: str) -> Sequence[str]:
+        """Return the names of the newest runs of a job, newest first.
+
+        Raises:
+            ConfigError: the folders of the jobs are not safe.
+        """
+        return self._jobs.runs(name)[:RUNS_SHOWN]
 
     def load(self, name: str) -> tuple[JobView, History]:
         """Return what is known of a job, and its history.

@@ -4,6 +4,7 @@ The commands and the dashboard use the same classes.
 """
 
 import asyncio
+import builtins
 import contextlib
 import copy
 import re
@@ -16,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from dlrover_py.cli import jobfile, local_jobs, locate, view
+from dlrover_py.cli import jobfile, local_jobs, locate, runs, view
 from dlrover_py.cli.logs import LogQuery
 from dlrover_py.cli.settings import Settings, Target
 from dlrover_py.protocol import names
@@ -211,6 +212,20 @@ class Jobs:
                 kind = ConfigError if code == ExitCode.USAGE else DLRoverError
                 raise kind(words or f"`dlrover job run {path}` ended with exit code {code}")
         return NamedJob(self, name)
+
+    def runs(self, name: str) -> "builtins.list[str]":
+        """Return the names of the runs of a job on this machine, newest first; none in a cluster.
+
+        Each can be used in place of the name of the job, to read that run.
+
+        Raises:
+            ConfigError: the folders of the jobs are not safe.
+        """
+        if self.in_cluster:
+            return []
+        job = name.partition("@")[0]
+        found = runs.stamps(self._settings.state_folder, job)
+        return [f"{job}@{stamp}" for stamp in found]
 
     def read(self, name: str | None, call: Callable[[locate.JobHandle], T]) -> T:
         """Return what a call reads of a job.

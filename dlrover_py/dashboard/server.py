@@ -86,6 +86,9 @@ class ShownJobs(Protocol):
     def rows(self) -> Sequence[ListRow]:
         """Return the jobs, running ones first."""
 
+    def runs(self, name: str) -> Sequence[str]:
+        """Return the names of the runs of a job, newest first, each of which has a page."""
+
     def load(self, name: str) -> tuple[JobView, History]:
         """Return what is known of a job."""
 
@@ -487,7 +490,12 @@ def _routes(
         watch = watches.get(name)
         since = watch.revision if watch is not None and watch.page is page else ""
         parts = [(s, pages.section(s, page)) for s in pages.SECTIONS]
-        values = {"sections": parts, "csrf": access.csrf, "since": since, "root": "../../"}
+        runs = await asyncio.to_thread(jobs.runs, name)
+        values: dict[str, Any] = {
+            "runs": runs,
+            "here": name if name in runs else next(iter(runs), ""),
+        }
+        values |= {"sections": parts, "csrf": access.csrf, "since": since, "root": "../../"}
         return HTMLResponse(pages.render("job.html", page=page, **values))
 
     def titled(section: str, text: str, page: pages.JobPage | None) -> str:

@@ -74,11 +74,15 @@ class OneJob:
     problem: Exception | None = None
     kept: list[EvidenceManifest] = field(default_factory=list)
     snapshot: NodeSnapshot | None = None
+    of_name: Sequence[str] = ()
 
     def rows(self) -> Sequence[JobRow]:
         if self.problem is not None:
             raise self.problem
         return [JobRow.of_job(self.view.name, self.view.status, "")]
+
+    def runs(self, name: str) -> Sequence[str]:
+        return self.of_name
 
     def load(self, name: str) -> tuple[JobView, History]:
         self.loads += 1
@@ -361,6 +365,17 @@ def test_the_title_follows_the_step_and_times_have_a_date() -> None:
     assert browser.call("GET", "/jobs/demo/sections/head").text.startswith(title)
     iso, words = r"(2023-11-1\d\w[^\"]*[+-]\d\d:\d\d)", r"1\d Nov \d\d:\d\d:\d\d"
     assert re.fullmatch(f'<time datetime="{iso}" title="\\1">{words}</time>', pages.when(AT))
+
+
+def test_the_page_of_a_job_has_links_to_its_other_runs() -> None:
+    browser = Browser(OneJob(of_name=[f"demo@{WORDS}", "demo@1"])).enter()
+    page = Page(browser.call("GET", "/jobs/demo/").text)
+    links = [value for name, value in page.attributes if name == "href" and "%40" in (value or "")]
+    assert links[1] == "../demo%401/"
+    assert ("aria-current", "page") in page.attributes
+    assert "img" not in page.tags
+    browser.jobs.of_name = ["demo@1"]
+    assert "Runs of this job" not in browser.call("GET", "/jobs/demo/").text
 
 
 def test_a_stream_of_output_has_the_new_lines_only() -> None:
