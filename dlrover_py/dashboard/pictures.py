@@ -96,10 +96,19 @@ def _grid(scale: Scale, top: float, bottom: float) -> Iterator[str]:
 
 
 def _bands(found: Sequence[Outage], scale: Scale, top: float, bottom: float) -> Iterator[str]:
-    """Yield the bands that last from the end of a round to the next step, at least a thin line."""
+    """Yield the bands that last from the end of a round to the next step, at least a thin line.
+
+    A round that is to be larger trains on until the new nodes are there, so its band begins later
+    than its cause.
+    """
     for outage in found:
-        until = outage.resumed.at if outage.resumed is not None else outage.cause.at
-        x = scale.x(outage.cause.at)
+        since = until = outage.cause.at
+        if outage.resumed is not None:
+            until = outage.resumed.at
+            since = max(since, until - (outage.resumed.took_s or 0.0))
+        if outage.cause.type == "Warning":
+            since = outage.cause.at
+        x = scale.x(since)
         width = max(1.5, scale.x(until) - x)
         yield (
             f'<rect x="{x}" y="{top}" width="{width:g}" height="{bottom - top}" '
@@ -214,7 +223,7 @@ def _round_bars(
             f'<line x1="{x}" y1="{top - 20}" x2="{x}" y2="{bottom}" stroke="var(--calm)" '
             f'stroke-dasharray="3 3">{words}</line>'
             f'<rect x="{x}" y="{top - 18}" width="{max(2.0, until - x):g}" height="10" rx="2" '
-            f'fill="var(--calm)">{words}</rect>'
+            f'fill="var(--calm)" stroke="var(--back)">{words}</rect>'
         )
         if x >= free:
             text = f"round {one.number}"

@@ -80,7 +80,9 @@ def test_a_killed_worker_and_a_scaled_job_are_seen_as_they_happen(place: Place, 
         accessible(page)
         page.get_by_role("link", name="n0", exact=True).click()
         expect(page.get_by_role("heading", name="Node n0")).to_be_visible()
-        expect(page.locator("pre")).to_contain_text("start 0")
+        expect(page.locator("#log")).to_contain_text("start 0")
+        expect(page.locator("#evidence pre")).to_contain_text("train.py")
+        expect(page.locator("#evidence td").first).to_have_text("1")
         accessible(page)
         address = page.url
         page.goto("about:blank")
@@ -122,5 +124,5 @@ def test_an_ended_job_can_still_be_seen(place: Place, page: Page) -> None:
         expect(page.locator("h1")).to_contain_text("Succeeded")
         assert page.locator("#actions").count() == 0
         page.get_by_role("link", name="n0", exact=True).click()
-        expect(page.locator("pre")).to_contain_text("trained")
+        expect(page.locator("#log")).to_contain_text("trained")
         page.goto("about:blank")

@@ -216,7 +216,7 @@ def test_scalings_checkpoints_and_terms_are_marks_in_the_picture_and_rounds_a_ta
     for words in ("the desired size is now 3 nodes", "the disk is full", "master of term 2"):
         assert f"<title>{words}" in text.replace("the master of", "master of"), words
     assert "<title>round 3: 3 nodes (n0, n2, n3), 9.0 s; it ended: " in text
-    assert "<td>n0, n1, n2</td>" in text
+    assert '<td class="who">n0, n1, n2</td>' in text
     for shape in ("▲ size", "■ checkpoints", "◆ master"):
         assert shape in text
     assert "▲ size" not in page(picture(told(), STORY[:6]), History(), now=AT)
