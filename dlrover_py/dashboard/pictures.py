@@ -12,7 +12,7 @@ from string import ascii_uppercase
 
 from markupsafe import Markup
 
-from dlrover_py.dashboard.timeline import Mark, MarkKind, NodeTimeline, Outage, RoundTimeline
+from dlrover_py.dashboard.timeline import MarkKind, NodeTimeline, Outage, RoundTimeline, TimeMark
 from dlrover_py.protocol.job_view import time_shares
 from dlrover_py.protocol.local import ProgressSample
 from dlrover_py.protocol.reasons import EventReason
@@ -124,7 +124,7 @@ def time_line(
     scale: Scale,
     *,
     rounds: Sequence[RoundTimeline],
-    marks: Sequence[Mark],
+    marks: Sequence[TimeMark],
 ) -> Markup:
     """Return the picture of nodes and rounds, with its legend.
 
@@ -233,12 +233,12 @@ def _round_bars(
 
 
 def _mark_row(
-    kind: MarkKind, marks: Sequence[Mark], scale: Scale, top: float, index: int
+    kind: MarkKind, marks: Sequence[TimeMark], scale: Scale, top: float, index: int
 ) -> Iterator[str]:
     """Yield the name of a row and its marks. Marks that would overlap are one, with both titles."""
     y = top + index * ROW_HEIGHT + ROW_HEIGHT / 2
     yield f'<text x="{LEFT - 10}" y="{y + 4}" text-anchor="end">{kind}</text>'
-    groups: list[list[Mark]] = []
+    groups: list[list[TimeMark]] = []
     for mark in sorted(marks, key=lambda mark: mark.at):
         if groups and scale.x(mark.at) - scale.x(groups[-1][0].at) < MARK_WIDTH:
             groups[-1].append(mark)

@@ -75,7 +75,7 @@ class MarkKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class TimeMark:
     """A moment in the time line that is not about one node."""
 
     at: float
@@ -104,10 +104,10 @@ _MARKS: dict[str, MarkKind] = {
 """The kind of the mark that an event is in the time line. Other events have none."""
 
 
-def marks(events: Sequence[JobEvent]) -> list[Mark]:
+def marks(events: Sequence[JobEvent]) -> list[TimeMark]:
     """Return the scalings, the checkpoints and the terms of masters, oldest first."""
     found = [(e, _MARKS[e.reason]) for e in events if e.reason in _MARKS]
-    return [Mark(e.at, kind, e.message, e.type == "Warning") for e, kind in found]
+    return [TimeMark(e.at, kind, e.message, e.type == "Warning") for e, kind in found]
 
 
 _FORMED = re.compile(

@@ -127,9 +127,11 @@ class Browser:
     jobs: OneJob = field(default_factory=OneJob)
     access: server.Access = field(default_factory=server.Access)
     cookie: str = ""
+    poll_s: float = 3600
 
     def __post_init__(self) -> None:
-        self.app = server.Dashboard(self.jobs, self.access, lambda: AT, poll_s=3600).asgi
+        self.board = server.Dashboard(self.jobs, self.access, lambda: AT, poll_s=self.poll_s)
+        self.app = self.board.asgi
 
     def call(self, method: str, path: str, body: bytes = b"") -> Answer:
         return asyncio.run(self.called(method, path, body))
@@ -328,29 +330,28 @@ def test_the_output_of_a_node_is_of_the_rank_that_was_chosen() -> None:
 
 
 def test_a_page_that_is_open_when_the_dashboard_ends_says_so_and_shows_the_end() -> None:
-    async def streamed(path: str) -> str:
+    def streamed(path: str) -> str:
         jobs = OneJob()
-        browser = Browser(jobs)
-        board = server.Dashboard(jobs, browser.access, lambda: AT, poll_s=3600)
-        browser.app = board.asgi
-        browser.cookie = f"{browser.access.cookie_name}={browser.access._cookie}"
+        return asyncio.run(over(Browser(jobs).enter(), jobs, path))
+
+    async def over(browser: Browser, jobs: OneJob, path: str) -> str:
         told: list[Message] = []
         stream = asyncio.create_task(browser.called("GET", path, stream=told))
         while not told or ("jobs" in path and len(told) < 2):
             await asyncio.sleep(0)
         assert jobs.view.status is not None
-        over = jobs.view.status.model_copy(update={"phase": JobPhase.SUCCEEDED})
-        jobs.view = replace(jobs.view, status=over, phase="Succeeded", reason="trained")
-        board.close()
+        last = jobs.view.status.model_copy(update={"phase": JobPhase.SUCCEEDED})
+        jobs.view = replace(jobs.view, status=last, phase="Succeeded", reason="trained")
+        browser.board.close()
         await asyncio.wait_for(stream, 30)
         return bytes(told[-2].get("body", b"") or told[-1].get("body", b"")).decode()
 
-    shown = asyncio.run(streamed("/jobs/demo/changes"))
+    shown = streamed("/jobs/demo/changes")
     assert "demo has ended: Succeeded. This dashboard has ended, too." in shown
     assert '<hx-partial hx-target="#head" hx-swap="innerMorph">' in shown
     assert "trained" in shown
     assert all(line.startswith("data:") for line in shown.strip().split("\n"))
-    assert "To look again: dlrover dashboard<" in asyncio.run(streamed("/over"))
+    assert "To look again: dlrover dashboard<" in streamed("/over")
 
 
 def test_the_title_follows_the_step_and_times_have_a_date() -> None:
@@ -379,12 +380,10 @@ def test_the_page_of_a_job_has_links_to_its_other_runs() -> None:
 
 
 def test_a_stream_of_output_has_the_new_lines_only() -> None:
+    jobs = OneJob()
+    browser = Browser(jobs, poll_s=0.001).enter()
+
     async def streamed() -> list[str]:
-        jobs = OneJob()
-        browser = Browser(jobs)
-        board = server.Dashboard(jobs, browser.access, lambda: AT, poll_s=0.001)
-        browser.app = board.asgi
-        browser.cookie = f"{browser.access.cookie_name}={browser.access._cookie}"
         told: list[Message] = []
         stream = asyncio.create_task(
             browser.called("GET", "/jobs/demo/nodes/n0/log?rank=0", stream=told)
@@ -393,7 +392,7 @@ def test_a_stream_of_output_has_the_new_lines_only() -> None:
             while sum(bool(message.get("body")) for message in told) < count:
                 await asyncio.sleep(0.001)
             jobs.view = replace(jobs.view, reason=reason)
-        board.close()
+        browser.board.close()
         await asyncio.wait_for(stream, 30)
         return [m["body"].decode() for m in told[1:] if m.get("body")]
 
