@@ -220,10 +220,10 @@ def _round_bars(
         x, until = scale.x(one.since), scale.x(one.until)
         words = f"<title>{escaped(round_words(one))}</title>"
         yield (
-            f'<line x1="{x}" y1="{top - 20}" x2="{x}" y2="{bottom}" stroke="var(--calm)" '
-            f'stroke-dasharray="3 3">{words}</line>'
+            f'<g>{words}<line x1="{x}" y1="{top - 20}" x2="{x}" y2="{bottom}" stroke="var(--calm)" '
+            f'stroke-dasharray="3 3"/>'
             f'<rect x="{x}" y="{top - 18}" width="{max(2.0, until - x):g}" height="10" rx="2" '
-            f'fill="var(--calm)" stroke="var(--back)">{words}</rect>'
+            f'fill="var(--calm)" stroke="var(--back)"/></g>'
         )
         if x >= free:
             text = f"round {one.number}"

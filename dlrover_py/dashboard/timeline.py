@@ -4,10 +4,12 @@ All functions are pure. Times are Unix seconds.
 """
 
 import re
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import zip_longest
+from typing import Any
 
 from dlrover_py.protocol.local import History, ProgressSample
 from dlrover_py.protocol.names import NodeId, id_key
@@ -52,18 +54,17 @@ class RoundTimeline:
     workers: int
     """Number of its workers; 0 if it is not known."""
     members: tuple[str, ...]
-    """Its members, as far as events and status name them."""
+    """Its first members, at most ``NAMED``, as far as events and status name them."""
     ended: str
     """Why it ended, in words; empty while it goes on."""
 
     @property
     def who(self) -> str:
-        """Its members in words: at most ``NAMED`` names, and how many more there were."""
-        shown = self.members[:NAMED]
-        more = self.nodes - len(shown)
-        if not shown:
+        """Its members in words: the known names, and how many more there were."""
+        more = self.nodes - len(self.members)
+        if not self.members:
             return "not known" if self.nodes else ""
-        return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
+        return ", ".join(self.members) + (f" and {more} more" if more > 0 else "")
 
 
 class MarkKind(StrEnum):
@@ -136,16 +137,20 @@ def round_timelines(
     order = sorted(parts)
     counts = {n: int(parts[n]["nodes"] or 0) for n in order}
     joined, left = ({n: _names(parts[n][what]) for n in order} for what in ("joined", "left"))
-    known = {n: joined[n] for n in order if counts[n] and len(joined[n]) == counts[n]}
+    known = {
+        n: _changed([], set(), joined[n])
+        for n in order
+        if counts[n] and len(joined[n]) == counts[n]
+    }
     present = {n.id for n in status.nodes if n.node_rank is not None}
     if status.round in parts and len(present) == counts[status.round]:
-        known[status.round] = present
+        known[status.round] = sorted(map(_by_id, present))
     for n in order:  # from each known round to the next one
         if n not in known and n - 1 in known:
-            known[n] = (known[n - 1] - left[n]) | joined[n]
+            known[n] = _changed(known[n - 1], left[n], joined[n])
     for n in reversed(order):  # and to the one before
         if n not in known and n + 1 in known:
-            known[n] = (known[n + 1] - joined[n + 1]) | left[n + 1]
+            known[n] = _changed(known[n + 1], joined[n + 1], left[n + 1])
     found = []
     for n, following in zip_longest(order, order[1:]):
         since, until, ended = formed[n].at, end, ""
@@ -158,12 +163,38 @@ def round_timelines(
                 until = min(until, cause.at) if cause.type == "Warning" else until
         elif status.phase is not JobPhase.RUNNING:
             until, ended = status.ended_at or end, status.reason
-        who = known.get(n, joined[n])
-        members = sorted(map(NodeId, who), key=id_key) if len(who) <= counts[n] else []
+        who = known[n] if n in known else _changed([], set(), joined[n])
+        members = tuple(name for _, name in who[:NAMED]) if len(who) <= counts[n] else ()
         workers = int(parts[n]["workers"] or 0)
-        found.append(
-            RoundTimeline(n, since, max(since, until), counts[n], workers, tuple(members), ended)
-        )
+        found.append(RoundTimeline(n, since, max(since, until), counts[n], workers, members, ended))
+    return found
+
+
+_Member = tuple[tuple[Any, ...], str]
+"""The name of a node, behind what sorts it."""
+
+
+def _by_id(name: str) -> _Member:
+    return id_key(NodeId(name)), name
+
+
+def _changed(members: list[_Member], gone: set[str], new: set[str]) -> list[_Member]:
+    """Return sorted members without some and with others; the rest is not compared.
+
+    Args:
+        members: the members before, sorted.
+        gone: names to leave out.
+        new: names to add.
+    """
+    found = members.copy()
+    for one in map(_by_id, gone):
+        at = bisect_left(found, one)
+        if found[at : at + 1] == [one]:
+            del found[at]
+    for one in map(_by_id, new):
+        at = bisect_left(found, one)
+        if found[at : at + 1] != [one]:
+            found.insert(at, one)
     return found
 
 
