@@ -32,6 +32,7 @@ from dlrover_py.kubernetes.errors import (
 from dlrover_py.kubernetes.kinds import ELASTICJOBS, EVENTS, PODS, Kind, Obj
 from dlrover_py.kubernetes.watch import Changed, ClientTimes, Gone, Listed
 from dlrover_py.protocol import names
+from dlrover_py.protocol.diagnosis import NodeSnapshot
 from dlrover_py.protocol.errors import (
     ConfigError,
     DLRoverError,
@@ -639,6 +640,10 @@ class ClusterJob:
                 folder=kept.folder,
             )
         ]
+
+    def node_snapshot(self, node: str) -> NodeSnapshot | None:
+        """Return None: the bundles are in the master's Pod."""
+        return None
 
     def tune(
         self, *, micro_batch: int | None, loader_workers: int | None, auto: bool | None

@@ -12,12 +12,16 @@ from dlrover_py.cli.jobs import Jobs, NamedJob
 from dlrover_py.dashboard import server
 from dlrover_py.net import http_server
 from dlrover_py.protocol import names
+from dlrover_py.protocol.diagnosis import NodeSnapshot
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job_view import JobView
 from dlrover_py.protocol.local import History
+from dlrover_py.protocol.status import EvidenceManifest
 
 PORT = 8765
 """The port of the dashboard where it is free; a link in a browser's history then stays right."""
+RUNS_SHOWN = 20
+"""Most runs of a job that its page names."""
 STORE_S = 10.0
 """Seconds that a page waits for a checkpoint. A longer write goes on, and is shown."""
 POLL_S, CLUSTER_POLL_S = 1.0, 3.0
@@ -44,6 +48,14 @@ class JobPages:
             DLRoverError: the cluster does not answer.
         """
         return self._jobs.list(each_name_once=True)
+
+    def runs(self, name: str) -> Sequence[str]:
+        """Return the names of the newest runs of a job, newest first.
+
+        Raises:
+            ConfigError: the folders of the jobs are not safe.
+        """
+        return self._jobs.runs(name)[:RUNS_SHOWN]
 
     def load(self, name: str) -> tuple[JobView, History]:
         """Return what is known of a job, and its history.
@@ -82,14 +94,30 @@ class JobPages:
         }
         return simple[action]()
 
-    def log_tail(self, name: str, node: str) -> list[str]:
+    def log_tail(self, name: str, node: str, rank: int | None) -> list[str]:
         """Return the newest lines that a node's workers have printed.
+
+        Args:
+            name: name of the job.
+            node: id of the node.
+            rank: the only global rank; None for all of the node.
 
         Raises:
             ConfigError: there is no such job.
             DLRoverError: the job's cluster refuses a call, or does not answer.
         """
-        return NamedJob(self._jobs, name).logs(node)
+        return NamedJob(self._jobs, name).logs(node, rank)
+
+    def evidence(
+        self, name: str, node: str
+    ) -> tuple[Sequence[EvidenceManifest], NodeSnapshot | None]:
+        """Return the bundles of evidence, the oldest first, and the newest stacks of a node.
+
+        Raises:
+            ConfigError: there is no such job.
+            DLRoverError: the job's cluster refuses a call, or does not answer.
+        """
+        return NamedJob(self._jobs, name).evidence(node)
 
 
 def _stored(job: NamedJob) -> str:

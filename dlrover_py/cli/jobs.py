@@ -4,6 +4,7 @@ The commands and the dashboard use the same classes.
 """
 
 import asyncio
+import builtins
 import contextlib
 import copy
 import re
@@ -16,10 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from dlrover_py.cli import jobfile, local_jobs, locate, view
+from dlrover_py.cli import jobfile, local_jobs, locate, runs, view
 from dlrover_py.cli.logs import LogQuery
 from dlrover_py.cli.settings import Settings, Target
 from dlrover_py.protocol import names
+from dlrover_py.protocol.diagnosis import NodeSnapshot
 from dlrover_py.protocol.errors import (
     CheckpointError,
     ConfigError,
@@ -29,7 +31,7 @@ from dlrover_py.protocol.errors import (
 )
 from dlrover_py.protocol.job_view import JobView, TimeShare, time_shares
 from dlrover_py.protocol.local import History
-from dlrover_py.protocol.status import JobEvent, JobPhase, JobStatus, date_time
+from dlrover_py.protocol.status import EvidenceManifest, JobEvent, JobPhase, JobStatus, date_time
 
 T = TypeVar("T")
 PAST_JOBS = 50
@@ -211,6 +213,20 @@ class Jobs:
                 raise kind(words or f"`dlrover job run {path}` ended with exit code {code}")
         return NamedJob(self, name)
 
+    def runs(self, name: str) -> "builtins.list[str]":
+        """Return the names of the runs of a job on this machine, newest first; none in a cluster.
+
+        Each can be used in place of the name of the job, to read that run.
+
+        Raises:
+            ConfigError: the folders of the jobs are not safe.
+        """
+        if self.in_cluster:
+            return []
+        job = name.partition("@")[0]
+        found = runs.stamps(self._settings.state_folder, job)
+        return [f"{job}@{stamp}" for stamp in found]
+
     def read(self, name: str | None, call: Callable[[locate.JobHandle], T]) -> T:
         """Return what a call reads of a job.
 
@@ -296,6 +312,10 @@ class NamedJob:
             rank: the only global rank; None for all.
         """
         return self._jobs.read(self.name, lambda j: j.log_tail(LogQuery(node=node, rank=rank)))
+
+    def evidence(self, node: str) -> tuple[list[EvidenceManifest], NodeSnapshot | None]:
+        """Return the bundles of evidence, the oldest first, and the newest stacks of a node."""
+        return self._jobs.read(self.name, lambda j: (j.evidence(), j.node_snapshot(node)))
 
     def goodput(self) -> Any:
         """Return where the time went: rows as in :class:`TimeShare`, or their DataFrame.

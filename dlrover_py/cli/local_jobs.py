@@ -21,6 +21,7 @@ from dlrover_py.net.http_client import HttpClient
 from dlrover_py.process.identity import is_stopped
 from dlrover_py.process.ownership import RUNTIME_HINT, STATE_HINT, NotOwnedError, is_own
 from dlrover_py.protocol import names
+from dlrover_py.protocol.diagnosis import NodeSnapshot
 from dlrover_py.protocol.documents import explain
 from dlrover_py.protocol.errors import ConfigError, UnreachableError
 from dlrover_py.protocol.job import ElasticJob
@@ -61,7 +62,8 @@ class JobUnreachableError(JobNotFoundError):
 def find_to_read(settings: Settings, name: str | None) -> "RunningJob | EndedJob":
     """Return the running job with this name, or else its last run.
 
-    Without a name it is the only running job, or else the last run of any job.
+    Without a name it is the only running job, or else the last run of any job. A name such as
+    ``demo@20261129-114252.713`` is that of one run, as its folder has it.
 
     Raises:
         JobNotFoundError: there is no such job, or several jobs match.
@@ -71,6 +73,8 @@ def find_to_read(settings: Settings, name: str | None) -> "RunningJob | EndedJob
     present = running(settings)
     if name in present or (name is None and present):
         return _select(present, name)
+    if name is not None and "@" in name:
+        return _find_run(settings, name, present)
     if name is not None:
         _refuse_unreachable(settings, name)
     if folder := runs.newest(settings.state_folder, name):
@@ -81,6 +85,30 @@ def find_to_read(settings: Settings, name: str | None) -> "RunningJob | EndedJob
             "no job has run on this machine; start one with `dlrover job run job.yaml`"
         )
     raise JobNotFoundError(f"job {name} is not known on this machine; see `dlrover job list`")
+
+
+def _find_run(
+    settings: Settings, name: str, present: "dict[str, RunningJob]"
+) -> "RunningJob | EndedJob":
+    """Return the run with the name of its folder.
+
+    Args:
+        settings: settings of this command.
+        name: name of the folder.
+        present: the running jobs.
+
+    Raises:
+        JobNotFoundError: there is no such run.
+        ConfigError: another user could have made the content of a folder.
+    """
+    job, _, stamp = name.rpartition("@")
+    known = runs.stamps(settings.state_folder, job)
+    if stamp not in known or settings.state_folder is None:
+        raise JobNotFoundError(f"run {name} is not known on this machine; see `dlrover job list`")
+    folder = settings.state_folder / name
+    if job in present and runs.goes_on(folder):
+        return present[job]
+    return EndedJob(folder, name)
 
 
 def find_to_change(settings: Settings, name: str | None) -> "RunningJob":
@@ -303,6 +331,9 @@ class RunningJob:
     def evidence(self) -> list[EvidenceManifest]:  # noqa: D102
         return runs.bundles(self._log_folder().parent)
 
+    def node_snapshot(self, node: str) -> NodeSnapshot | None:  # noqa: D102
+        return runs.node_snapshot(self._log_folder().parent, node)
+
     def show_logs(self, query: LogQuery) -> None:  # noqa: D102
         folder = self._log_folder()
         if not print_logs(folder, self._socket if query.follow else None, query):
@@ -475,12 +506,18 @@ class RunningJob:
 
 
 class EndedJob:
-    """The last run of a job that has ended on this machine."""
+    """A run of a job that has ended on this machine."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name: str = "") -> None:
+        """Name a run; nothing is read.
+
+        Args:
+            folder: state folder of the run.
+            name: name of the run; empty for that of its job.
+        """
         self._folder = folder
         self.log_folder = folder / "logs"
-        self.name = folder.name.rpartition("@")[0]
+        self.name = name or folder.name.rpartition("@")[0]
 
     def _status(self) -> JobStatus:
         """Return the last status, read from the file at each call.
@@ -513,6 +550,8 @@ class EndedJob:
         logs = self.log_folder
         if self._killed:
             reason = "its `dlrover job run` was killed"
+            events = runs.journal_events(self._folder)
+            known = "its last events may be missing" if events else "no events are known"
             return view.JobView(
                 name=self.name,
                 header_lines=[f"{self.name} was killed; its logs are in {logs}"],
@@ -520,9 +559,9 @@ class EndedJob:
                 reason=reason,
                 status=None,
                 conditions=[],
-                events=[],
+                events=events,
                 document=self._document(None),
-                notes=["the run was killed before it had a last status: no events are known"],
+                notes=[f"the run was killed before it had a last status: {known}"],
             )
         status = self._status()
         return view.JobView(
@@ -564,6 +603,9 @@ class EndedJob:
 
     def evidence(self) -> list[EvidenceManifest]:  # noqa: D102
         return runs.bundles(self._folder)
+
+    def node_snapshot(self, node: str) -> NodeSnapshot | None:  # noqa: D102
+        return runs.node_snapshot(self._folder, node)
 
     def show_logs(self, query: LogQuery) -> None:
         """Print the log lines of the run that the query selects.

@@ -11,6 +11,7 @@ from dlrover_py.cli import local_jobs
 from dlrover_py.cli.logs import LogQuery
 from dlrover_py.cli.settings import Settings, Target
 from dlrover_py.cli.view import JobView
+from dlrover_py.protocol.diagnosis import NodeSnapshot
 from dlrover_py.protocol.errors import ConfigError, UnauthorizedError, UnreachableError
 from dlrover_py.protocol.local import History
 from dlrover_py.protocol.status import EvidenceManifest
@@ -54,6 +55,15 @@ class JobHandle(Protocol):
         Raises:
             ConfigError: the last status of an ended job is missing or damaged.
             DLRoverError: the job's cluster refuses a call, or does not answer.
+        """
+
+    def node_snapshot(self, node: str) -> NodeSnapshot | None:
+        """Return the stacks of a node from the newest bundle of evidence that has them.
+
+        In a cluster they are not known here.
+
+        Raises:
+            DLRoverError: the job does not answer.
         """
 
     def show_logs(self, query: LogQuery) -> None:

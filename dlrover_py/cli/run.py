@@ -331,13 +331,13 @@ async def _run(
     for task in (ending, hurry):
         task.cancel()
     await asyncio.gather(ending, hurry, return_exceptions=True)
+    if pages is not None and viewed is not None:  # first: pages that are open read the job's end
+        pages.end()
+        await asyncio.gather(viewed, return_exceptions=True)
     more[0].cancel()
     for server in servers:
         server.should_exit = True
     master.cancel()
-    if pages is not None and viewed is not None:
-        pages.end()
-        await asyncio.gather(viewed, return_exceptions=True)
     await asyncio.gather(serving, master, *more, return_exceptions=True)
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     if failed is not None:

@@ -15,8 +15,9 @@ from pydantic import BaseModel, ValidationError
 from dlrover_py.process.blocking import read_regular
 from dlrover_py.process.ownership import STATE_HINT, is_own
 from dlrover_py.protocol import names
+from dlrover_py.protocol.diagnosis import NodeSnapshot
 from dlrover_py.protocol.errors import ConfigError
-from dlrover_py.protocol.status import EvidenceManifest, JobStatus
+from dlrover_py.protocol.status import EvidenceManifest, JobEvent, JobStatus
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 """Seconds in each unit of a duration."""
@@ -86,6 +87,38 @@ def bundles(folder: Path) -> list[EvidenceManifest]:
     return found
 
 
+class _JournalEvents(BaseModel):
+    """The part of a master's journal that is read here. Its other fields are ignored."""
+
+    events: list[JobEvent] = []
+
+
+def journal_events(folder: Path) -> list[JobEvent]:
+    """Return the events in the journal of a run's master, oldest first.
+
+    None are returned if there is no journal, or it cannot be read.
+    """
+    with contextlib.suppress(FileNotFoundError, ConfigError):
+        return read_document(folder / names.JOURNAL_FILE, _JournalEvents).events
+    return []
+
+
+def node_snapshot(folder: Path, node: str) -> NodeSnapshot | None:
+    """Return a node's part of the newest bundle that has one; None if there is none.
+
+    Args:
+        folder: folder of the run.
+        node: id of the node.
+    """
+    if not re.fullmatch(names.NODE_ID, node):
+        return None
+    paths = (folder / names.EVIDENCE_FOLDER).glob(f"*/{node}.json")
+    for path in sorted(paths, reverse=True):
+        with contextlib.suppress(FileNotFoundError, ConfigError):
+            return read_document(path, NodeSnapshot)
+    return None
+
+
 def ended(state_root: Path | None) -> list[Run]:
     """Return the runs that have ended, the newest first; none if no folder is known or exists.
 
@@ -135,6 +168,22 @@ def newest(state_root: Path | None, name: str | None) -> Path | None:
             if (folder / names.STATUS_FILE).exists() or was_killed(folder):
                 return folder
     return None
+
+
+def stamps(state_root: Path | None, name: str) -> list[str]:
+    """Return when the runs of a job began, as the names of their folders say it, newest first.
+
+    Args:
+        state_root: folder of all runs; None if it is not known.
+        name: name of the job.
+
+    Raises:
+        ConfigError: another user could have made the folders.
+    """
+    if state_root is None or not is_own(state_root, shared=True, hint=STATE_HINT):
+        return []
+    found = (folder.name for folder, job in _folders(state_root) if job == name)
+    return sorted((text.rpartition("@")[2] for text in found), reverse=True)
 
 
 def was_killed(folder: Path) -> bool:

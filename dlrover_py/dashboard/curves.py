@@ -20,7 +20,7 @@ EVENT_FORMAT = "brain.Event:2"
 
 
 def as_csv(history: History) -> str:
-    """Return the samples of a history as CSV: time, step, round, nodes, speed and each metric.
+    """Return the samples of a history as CSV: time, step, round, nodes, speed, goodput, metrics.
 
     A name that a spreadsheet would read as a formula gets a quote before it.
     """
@@ -28,10 +28,11 @@ def as_csv(history: History) -> str:
     text = io.StringIO()
     rows = csv.writer(text)
     heads = [f"'{name}" if name[:1] in ("=", "+", "-", "@") else name for name in metrics]
-    rows.writerow(["time", "step", "round", "nodes", "steps_per_s", *map(plain, heads)])
+    rows.writerow(["time", "step", "round", "nodes", "steps_per_s", "goodput", *map(plain, heads)])
     for sample in history.samples:
         values = [sample.metrics.get(name, "") for name in metrics]
         known = [sample.step, sample.round, sample.nodes, sample.steps_per_s or ""]
+        known.append("" if sample.goodput is None else sample.goodput)
         rows.writerow([rfc3339(sample.at), *known, *values])
     return text.getvalue()
 
@@ -45,7 +46,8 @@ def as_event_file(history: History) -> bytes:
     """Return the samples of a history as an event file of TensorBoard.
 
     Each metric of the script keeps its name. The speed is ``dlrover/steps_per_s``; there are also
-    ``dlrover/round`` and ``dlrover/nodes``. A value is a 32-bit float, as in every event file.
+    ``dlrover/goodput``, ``dlrover/round`` and ``dlrover/nodes``. A value is a 32-bit float, as in
+    every event file.
 
     A step that was repeated after a restore is in the file twice. A record before the second one
     says that training began again there, so that TensorBoard shows only the second one.
@@ -76,6 +78,8 @@ def as_event_file(history: History) -> bytes:
         values = {"dlrover/round": float(sample.round), "dlrover/nodes": float(sample.nodes)}
         if sample.steps_per_s:
             values["dlrover/steps_per_s"] = sample.steps_per_s
+        if sample.goodput is not None:
+            values["dlrover/goodput"] = sample.goodput
         values |= {plain(name): value for name, value in sample.metrics.items()}
         summary = Summary(
             value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]

@@ -5,8 +5,10 @@ and control characters become visible, so a script, a user or a Pod cannot write
 """
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -39,7 +41,7 @@ from dlrover_py.protocol.status import (
     ServerLoad,
     rfc3339,
 )
-from dlrover_py.protocol.words import byte_size, clock, counted, duration, plain
+from dlrover_py.protocol.words import byte_size, counted, duration, plain
 
 FOLDER = Path(__file__).parent
 SECTIONS = (
@@ -77,6 +79,20 @@ def _finalized(value: object) -> object:
     return plain(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
+def when(at: float) -> Markup:
+    """Return a time as HTML: the local day and time of day, and all of it in the title.
+
+    Args:
+        at: Unix seconds.
+    """
+    local = datetime.fromtimestamp(at).astimezone()
+    words = f"{local.day} {_MONTHS[local.month - 1]} {local:%H:%M:%S}"
+    iso = local.isoformat(timespec="seconds")
+    return Markup(f'<time datetime="{iso}" title="{iso}">{words}</time>')
+
+
+_MONTHS = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"]
+"""Months by their number, the same in every locale."""
 _TEMPLATES = Environment(
     loader=FileSystemLoader(FOLDER / "templates"),
     autoescape=True,
@@ -88,7 +104,7 @@ _TEMPLATES = Environment(
 _TEMPLATES.globals |= {
     "version": __version__,
     "byte_size": byte_size,
-    "clock": clock,
+    "when": when,
     "duration": duration,
     "counted": counted,
     "problem_line": problem_line,
@@ -125,6 +141,40 @@ class JobPage:
     """Index of the first node in the table of nodes."""
     linked: bool = True
     """The page has links to others. A report has none."""
+
+    @property
+    def title(self) -> str:
+        """The title of the page: the job, its phase and its step."""
+        status = self.view.status
+        words = f"{self.view.name}: {self.view.phase}"
+        if status is None or status.progress is None:
+            return words
+        of = f" of {status.progress.total}" if status.progress.total else ""
+        return f"{words}, step {status.progress.step}{of}"
+
+    def risk(self, action: str, value: str) -> str:
+        """Ask whether an action is meant that ends nodes; empty for one that ends none.
+
+        Args:
+            action: What the page asks for.
+            value: What its form says: a number of nodes, or a node.
+        """
+        status = self.view.status
+        name = self.view.name
+        nodes = counted(status.present if status is not None else 0, "node")
+        if action == "suspend":
+            return f"Suspend {name}? Its {nodes} end, and nothing trains until it is resumed."
+        if action == "restart":
+            return f"Replace all nodes of {name}? Its {nodes} end, and others start."
+        if action == "drain":
+            return f"Drain node {value} of {name}? It ends, and its host takes no other node."
+        fewer = 0
+        if action == "scale" and status is not None and re.fullmatch("[0-9]{1,9}", value):
+            fewer = status.desired - int(value)
+        if fewer > 0:
+            ends = f"{counted(fewer, 'node')} less: the round ends, and a smaller one follows."
+            return f"Scale {name} from {status.desired if status else 0} to {value}? {ends}"
+        return ""
 
     @property
     def phase_class(self) -> str:
@@ -193,7 +243,27 @@ class JobPage:
         status = self.view.status
         assert status is not None
         rows = timeline.node_timelines(status, self.events, self.scale.until)
-        return pictures.time_line(rows, self.events, self.outages, self.scale)
+        return pictures.time_line(
+            rows,
+            self.events,
+            self.outages,
+            self.scale,
+            rounds=self.rounds,
+            marks=timeline.marks(self.events),
+        )
+
+    @cached_property
+    def rounds(self) -> list[timeline.RoundTimeline]:
+        """The rounds that events tell of, oldest first."""
+        status = self.view.status
+        if status is None:
+            return []
+        return timeline.round_timelines(status, self.events, self.scale.until)
+
+    @property
+    def rounds_shown(self) -> Sequence[timeline.RoundTimeline]:
+        """The newest rounds, newest first."""
+        return self.rounds[: -ROWS_SHOWN - 1 : -1]
 
     @property
     def steps_curve(self) -> Markup:
@@ -221,6 +291,17 @@ class JobPage:
                 curve = pictures.value_curve(points, self.outages, self.scale, name)
                 found.append((name, curve, words))
         return found
+
+    @property
+    def goodput_curve(self) -> Markup:
+        """The picture of the goodput over time; empty if fewer than two samples have it."""
+        status = self.view.status
+        points = [(s.at, s.goodput) for s in self.history.samples if s.goodput is not None]
+        if status is None or len(points) < 2:
+            return Markup("")
+        best = status.goodput.ceiling if status.goodput is not None else None
+        share = None if best is None else min(1.0, max(0.0, best.share))
+        return pictures.share_curve(points, self.outages, self.scale, share)
 
     @property
     def goodput_bar(self) -> Markup:
@@ -275,6 +356,21 @@ class JobPage:
     def measured(self) -> bool:
         """Whether it is known of some node what it uses of its CPUs and its memory."""
         return any(node.memory_limit for node in self.nodes)
+
+    def data_wait(self, node: NodeStatus) -> str:
+        """Return the share of its time that a node waits for data; empty if not known, or small."""
+        share = node.data_wait if ranks.trains(node) else 0.0
+        return f"{100 * share:.0f} %" if share >= 0.005 else ""
+
+    def ranks_of(self, node: str) -> range:
+        """Return the global ranks of a node's workers; none if it is no member of the round."""
+        first = 0
+        for one in self.nodes:
+            if one.node_rank is not None:
+                if one.id == node:
+                    return range(first, first + one.nproc)
+                first += one.nproc
+        return range(0)
 
     def step_time(self, node: NodeStatus) -> str:
         """Return the time of a node's step, and its ratio to the median; empty if not known."""

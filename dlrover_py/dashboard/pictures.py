@@ -12,7 +12,7 @@ from string import ascii_uppercase
 
 from markupsafe import Markup
 
-from dlrover_py.dashboard.timeline import NodeTimeline, Outage
+from dlrover_py.dashboard.timeline import MarkKind, NodeTimeline, Outage, RoundTimeline, TimeMark
 from dlrover_py.protocol.job_view import time_shares
 from dlrover_py.protocol.local import ProgressSample
 from dlrover_py.protocol.reasons import EventReason
@@ -28,6 +28,9 @@ CURVE_POINTS = 200
 NODES_SHOWN = 64
 """Largest number of nodes in the picture."""
 
+MARK_WIDTH, MARK_TITLES = 13.0, 5
+"""Least distance of two marks of a row, in SVG units, and how many of those that are nearer the
+title of their common mark has."""
 LETTER_WIDTH = 16.0
 """Least width of a part of a bar that has its letter in it."""
 
@@ -93,10 +96,19 @@ def _grid(scale: Scale, top: float, bottom: float) -> Iterator[str]:
 
 
 def _bands(found: Sequence[Outage], scale: Scale, top: float, bottom: float) -> Iterator[str]:
-    """Yield the bands that last from the end of a round to the next step, at least a thin line."""
+    """Yield the bands that last from the end of a round to the next step, at least a thin line.
+
+    A round that is to be larger trains on until the new nodes are there, so its band begins later
+    than its cause.
+    """
     for outage in found:
-        until = outage.resumed.at if outage.resumed is not None else outage.cause.at
-        x = scale.x(outage.cause.at)
+        since = until = outage.cause.at
+        if outage.resumed is not None:
+            until = outage.resumed.at
+            since = max(since, until - (outage.resumed.took_s or 0.0))
+        if outage.cause.type == "Warning":
+            since = outage.cause.at
+        x = scale.x(since)
         width = max(1.5, scale.x(until) - x)
         yield (
             f'<rect x="{x}" y="{top}" width="{width:g}" height="{bottom - top}" '
@@ -106,21 +118,33 @@ def _bands(found: Sequence[Outage], scale: Scale, top: float, bottom: float) -> 
 
 
 def time_line(
-    rows: Sequence[NodeTimeline], events: Sequence[JobEvent], found: Sequence[Outage], scale: Scale
+    rows: Sequence[NodeTimeline],
+    events: Sequence[JobEvent],
+    found: Sequence[Outage],
+    scale: Scale,
+    *,
+    rounds: Sequence[RoundTimeline],
+    marks: Sequence[TimeMark],
 ) -> Markup:
     """Return the picture of nodes and rounds, with its legend.
 
-    Only the first ``NODES_SHOWN`` nodes are drawn; a sentence says how many more there are.
+    Only the first ``NODES_SHOWN`` nodes are drawn; a sentence says how many more there are. Below
+    them, there is a row for each kind of marks.
 
     Args:
         rows: life of each node.
         events: events of the job, with their nodes and rounds.
         found: interruptions.
         scale: time axis.
+        rounds: the rounds, each of which has a bar above the nodes.
+        marks: scalings, checkpoints and terms of masters.
     """
     shown = rows[:NODES_SHOWN]
-    top, bottom = 26, 26 + ROW_HEIGHT * max(1, len(shown))
-    parts = [*_grid(scale, top, bottom), *_bands(found, scale, top, bottom)]
+    kinds = [kind for kind in MarkKind if any(mark.kind is kind for mark in marks)]
+    top = 42
+    lower = top + ROW_HEIGHT * max(1, len(shown))
+    bottom = lower + ROW_HEIGHT * len(kinds)
+    parts = [*_grid(scale, top, bottom), *_bands(found, scale, top, lower)]
     for i, row in enumerate(shown):
         y = top + i * ROW_HEIGHT
         x, width = scale.x(row.since), max(2.0, scale.x(row.until) - scale.x(row.since))
@@ -143,37 +167,100 @@ def time_line(
         for event in events
         if event.reason == EventReason.WORKER_FAILED and event.node in places
     ]
-    free = 0.0
-    for event in events:
-        if event.reason == EventReason.MASTER_STARTED:
-            x = scale.x(event.at)
-            parts.append(
-                f'<line x1="{x}" y1="{top}" x2="{x}" y2="{bottom}" stroke="var(--warn)" '
-                f'stroke-width="2"><title>{escaped(event.message)}</title></line>'
-            )
-        if event.reason != EventReason.ROUND_FORMED:
-            continue
-        x = scale.x(event.at)
-        parts.append(
-            f'<line x1="{x}" y1="{top - 6}" x2="{x}" y2="{bottom}" stroke="var(--calm)" '
-            f'stroke-dasharray="3 3"><title>{escaped(event.message)}</title></line>'
-        )
-        if x >= free:
-            text = f"round {event.round}"
-            parts.append(
-                f'<text x="{x}" y="{top - 11}" text-anchor="middle">{escaped(text)}</text>'
-            )
-            free = x + 56
+    parts += _round_bars(rounds, scale, top, lower)
+    for i, kind in enumerate(kinds):
+        parts += _mark_row(kind, [m for m in marks if m.kind is kind], scale, lower, i)
     drawn = _svg(bottom + 24, parts, "nodes and rounds over time")
     more = len(rows) - len(shown)
     legend = [
         ("var(--lane)", "a node is present"),
         ("var(--bad)", "● a worker failed, ✕ a node was lost; the band lasts to the next step"),
-        ("var(--calm)", "a round was formed"),
-        ("var(--warn)", "a new master took over"),
+        ("var(--calm)", "a round, from the line at which it was formed; its title says who is in"),
     ]
+    legend += [(_MARK_COLORS[kind], _MARK_WORDS[kind]) for kind in kinds]
     rest = f"<p>… and {counted(more, 'more node')}</p>" if more else ""
     return Markup(drawn + _legend(legend) + rest)
+
+
+_MARK_COLORS = {
+    MarkKind.SIZE: "var(--calm)",
+    MarkKind.CHECKPOINT: "var(--good)",
+    MarkKind.MASTER: "var(--warn)",
+}
+_MARK_WORDS = {
+    MarkKind.SIZE: "▲ size: the job was scaled, suspended or resumed, or its spec was changed",
+    MarkKind.CHECKPOINT: "■ checkpoints: one was stored, or ✕ could not be stored",
+    MarkKind.MASTER: "◆ master: the term of another master began",
+}
+_MARK_SHAPES = {
+    MarkKind.SIZE: "M{x} {y}m0 -6l6 11h-12z",
+    MarkKind.CHECKPOINT: "M{x} {y}m-4.5 -4.5h9v9h-9z",
+    MarkKind.MASTER: "M{x} {y}m0 -6l6 6l-6 6l-6 -6z",
+}
+"""Each kind has a shape of its own, so that no color is needed."""
+
+
+def round_words(one: RoundTimeline) -> str:
+    """Return a round as text: its size, who was in it, how long it lasted, and why it ended."""
+    text = f"round {one.number}"
+    if one.nodes:
+        text += f": {counted(one.nodes, 'node')}"
+    if one.who:
+        text += f" ({one.who})"
+    text += f", {duration(one.until - one.since)}"
+    return text + (f"; it ended: {one.ended}" if one.ended else "")
+
+
+def _round_bars(
+    rounds: Sequence[RoundTimeline], scale: Scale, top: float, bottom: float
+) -> Iterator[str]:
+    """Yield a bar above the nodes for each round, a line where it begins, and maybe its number."""
+    free = 0.0
+    for one in rounds:
+        x, until = scale.x(one.since), scale.x(one.until)
+        words = f"<title>{escaped(round_words(one))}</title>"
+        yield (
+            f'<g>{words}<line x1="{x}" y1="{top - 20}" x2="{x}" y2="{bottom}" stroke="var(--calm)" '
+            f'stroke-dasharray="3 3"/>'
+            f'<rect x="{x}" y="{top - 18}" width="{max(2.0, until - x):g}" height="10" rx="2" '
+            f'fill="var(--calm)" stroke="var(--back)"/></g>'
+        )
+        if x >= free:
+            text = f"round {one.number}"
+            anchor = "start" if x < LEFT + 28 else "end" if x > WIDTH - RIGHT - 28 else "middle"
+            yield f'<text x="{x}" y="{top - 26}" text-anchor="{anchor}">{escaped(text)}</text>'
+            free = x + 56
+
+
+def _mark_row(
+    kind: MarkKind, marks: Sequence[TimeMark], scale: Scale, top: float, index: int
+) -> Iterator[str]:
+    """Yield the name of a row and its marks. Marks that would overlap are one, with both titles."""
+    y = top + index * ROW_HEIGHT + ROW_HEIGHT / 2
+    yield f'<text x="{LEFT - 10}" y="{y + 4}" text-anchor="end">{kind}</text>'
+    groups: list[list[TimeMark]] = []
+    for mark in sorted(marks, key=lambda mark: mark.at):
+        if groups and scale.x(mark.at) - scale.x(groups[-1][0].at) < MARK_WIDTH:
+            groups[-1].append(mark)
+        else:
+            groups.append([mark])
+    for group in groups:
+        x = scale.x(group[0].at)
+        words = [mark.words for mark in group[-MARK_TITLES:]]
+        if len(words) < len(group):
+            words.insert(0, f"{counted(len(group), 'event')}, of which the last are:")
+        text = "\n".join(words)
+        shape = _MARK_SHAPES[kind].format(x=x, y=y)
+        if any(mark.bad for mark in group):
+            shape = f"M{x - 5} {y - 5}l10 10m0 -10l-10 10"
+            yield (
+                f'<path d="{shape}" stroke="var(--bad)" stroke-width="2.5">'
+                f"<title>{escaped(text)}</title></path>"
+            )
+            continue
+        yield (
+            f'<path d="{shape}" fill="{_MARK_COLORS[kind]}"><title>{escaped(text)}</title></path>'
+        )
 
 
 def _legend(items: Sequence[tuple[str, str]]) -> str:
@@ -221,6 +308,26 @@ def value_curve(
     return _curve(points, found, scale, label=f"{name} over time", span=(low, high))
 
 
+def share_curve(
+    points: Sequence[tuple[float, float]],
+    found: Sequence[Outage],
+    scale: Scale,
+    ceiling: float | None,
+) -> Markup:
+    """Return the picture of the goodput over time, in percent.
+
+    Args:
+        points: Unix seconds and share from 0 to 1, oldest first; at least one.
+        found: interruptions.
+        scale: time axis.
+        ceiling: the best share that could be reached, as a line; None if it is not known.
+    """
+    percent = [(at, 100 * share) for at, share in points]
+    level = None if ceiling is None else 100 * ceiling
+    span = (0.0, 100.0)
+    return _curve(percent, found, scale, label="goodput over time in %", span=span, level=level)
+
+
 def _curve(
     points: Sequence[tuple[float, float]],
     found: Sequence[Outage],
@@ -228,6 +335,7 @@ def _curve(
     *,
     label: str,
     span: tuple[float, float],
+    level: float | None = None,
 ) -> Markup:
     """Return the picture of a line over time, with the interruptions, each of which ends a round.
 
@@ -237,6 +345,7 @@ def _curve(
         scale: time axis.
         label: what the picture shows.
         span: values at the bottom and at the top.
+        level: a value that gets a line of its own: the best one that could be reached.
     """
     top, bottom = 10, 10 + CURVE_HEIGHT
     low, high = span
@@ -258,6 +367,12 @@ def _curve(
         f'<polyline points="{line}" fill="none" stroke="var(--calm)" stroke-width="2" '
         'stroke-linejoin="round"/>'
     )
+    if level is not None:
+        text = f"at most {level:.1f} could be reached"
+        parts.append(
+            f'<path d="M{LEFT} {y(level)}H{WIDTH - RIGHT}" stroke="var(--good)" stroke-width="2" '
+            f'stroke-dasharray="8 4"><title>{text}</title></path>'
+        )
     for outage in found:
         if outage.round:
             x = scale.x(outage.resumed.at if outage.resumed is not None else outage.cause.at)

@@ -6,6 +6,7 @@ POST with the session's second secret, which only our own pages have.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import logging
@@ -24,10 +25,13 @@ from markupsafe import Markup
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dlrover_py.dashboard import curves, pages
+from dlrover_py.dashboard import curves, logs, pages
+from dlrover_py.protocol.diagnosis import NodeSnapshot
 from dlrover_py.protocol.errors import DLRoverError
 from dlrover_py.protocol.job_view import JobView
 from dlrover_py.protocol.local import History
+from dlrover_py.protocol.status import EvidenceManifest
+from dlrover_py.protocol.words import plain
 
 log = logging.getLogger("dashboard")
 
@@ -50,6 +54,9 @@ PICTURES_S = 5.0
 """Least seconds between two announcements of a picture, which is large."""
 SECTION_BYTES_PER_S = 2048
 """A viewer loads no more of one section than that, however large it is."""
+LAST_LOOK_S = 0.5
+"""Seconds that the last look at a job may take, for the last words of a page. The server waits for
+its streams for a second."""
 PING_S = 20.0
 """Seconds without a change after which the event stream sends a comment, so that it stays open."""
 
@@ -79,6 +86,9 @@ class ShownJobs(Protocol):
     def rows(self) -> Sequence[ListRow]:
         """Return the jobs, running ones first."""
 
+    def runs(self, name: str) -> Sequence[str]:
+        """Return the names of the runs of a job, newest first, each of which has a page."""
+
     def load(self, name: str) -> tuple[JobView, History]:
         """Return what is known of a job."""
 
@@ -91,8 +101,19 @@ class ShownJobs(Protocol):
             value: What the form says: a number of nodes, or a node; else empty.
         """
 
-    def log_tail(self, name: str, node: str) -> list[str]:
-        """Return the newest lines that a node's workers have printed."""
+    def log_tail(self, name: str, node: str, rank: int | None) -> list[str]:
+        """Return the newest lines that a node's workers have printed, each with its origin.
+
+        Args:
+            name: Name of the job.
+            node: Id of the node.
+            rank: The only global rank; None for all of the node.
+        """
+
+    def evidence(
+        self, name: str, node: str
+    ) -> tuple[Sequence[EvidenceManifest], NodeSnapshot | None]:
+        """Return the bundles of evidence, the oldest first, and the newest stacks of a node."""
 
 
 class Access:
@@ -349,6 +370,11 @@ class Guard:
         await answer(scope, receive, with_headers)
 
 
+def _number(text: str) -> int | None:
+    """Return a rank that a page asks for; None for all ranks."""
+    return int(text) if re.fullmatch("[0-9]{1,9}", text) else None
+
+
 class Dashboard:
     """The dashboard of some jobs as an ASGI application, and its end."""
 
@@ -364,11 +390,13 @@ class Dashboard:
             poll_s: Seconds between two looks at a job that somebody watches.
         """
         self._watches: dict[str, SectionWatch] = {}
-        routes = _routes(jobs, access, now, poll_s, self._watches)
+        self._closing = asyncio.Event()
+        routes = _routes(jobs, access, now, poll_s, self._watches, self._closing)
         self.asgi: ASGIApp = Guard(routes, access.known)
 
     def close(self) -> None:
         """End the event streams. Otherwise the server would wait for their viewers."""
+        self._closing.set()
         for watch in self._watches.values():
             watch.close()
 
@@ -379,6 +407,7 @@ def _routes(
     now: Callable[[], float],
     poll_s: float,
     watches: dict[str, SectionWatch],
+    closing: asyncio.Event,
 ) -> FastAPI:
     """Return the pages and actions. Their links are relative, so they work below any path.
 
@@ -388,6 +417,7 @@ def _routes(
         now: Wall clock, in Unix seconds.
         poll_s: Seconds between two looks at a job that somebody watches.
         watches: Gets a watch for each job that somebody watches.
+        closing: Ends the streams of output once it is set.
     """
     # Its own redirect names the whole address, which a proxy may have changed.
     found = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
@@ -416,6 +446,18 @@ def _routes(
         answer = access.enter(token, to, path=path, secure=request.url.scheme == "https")
         return answer or HTMLResponse(pages.render("enter.html", root=""), 401)
 
+    def live_part(text: str, key: str = "live") -> tuple[Markup, str]:
+        """Return a part of a page with its digest, which it sends when it asks for a newer one."""
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        live = pages.render("live.html", text=Markup(text), digest=digest, key=key)
+        return Markup(live), digest
+
+    def changed_part(request: Request, text: str, key: str = "live") -> Response:
+        """Return a part of a page, or nothing if the page has the same."""
+        live, digest = live_part(text, key)
+        same = request.query_params.get("seen") == digest
+        return Response(status_code=204) if same else HTMLResponse(live)
+
     def live_page(request: Request, template: str, text: str, **values: Any) -> Response:
         """Return a page with a part that asks every few seconds whether it has changed.
 
@@ -427,12 +469,9 @@ def _routes(
             text: The part.
             values: Further values of the template.
         """
-        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        if request.query_params.get("seen") == digest:
-            return Response(status_code=204)
-        live = Markup(pages.render("live.html", text=Markup(text), digest=digest))
-        part = "hx-request" in request.headers
-        return HTMLResponse(live if part else pages.render(template, live=live, **values))
+        if "hx-request" in request.headers or "seen" in request.query_params:
+            return changed_part(request, text)
+        return HTMLResponse(pages.render(template, live=live_part(text)[0], **values))
 
     @found.get("/")
     async def index(request: Request) -> Response:
@@ -453,8 +492,19 @@ def _routes(
         watch = watches.get(name)
         since = watch.revision if watch is not None and watch.page is page else ""
         parts = [(s, pages.section(s, page)) for s in pages.SECTIONS]
-        values = {"sections": parts, "csrf": access.csrf, "since": since, "root": "../../"}
+        runs = await asyncio.to_thread(jobs.runs, name)
+        values: dict[str, Any] = {
+            "runs": runs,
+            "here": name if name in runs else next(iter(runs), ""),
+        }
+        values |= {"sections": parts, "csrf": access.csrf, "since": since, "root": "../../"}
         return HTMLResponse(pages.render("job.html", page=page, **values))
+
+    def titled(section: str, text: str, page: pages.JobPage | None) -> str:
+        """Return a section; the head of a page with the title that the page then has."""
+        if section != "head" or page is None:
+            return text
+        return Markup("<title>{}</title>").format(plain(page.title)) + Markup(text)
 
     @found.get("/jobs/{name}/sections/{section}")
     async def one_section(
@@ -468,12 +518,12 @@ def _routes(
             return HTMLResponse("", 404)
         watch = watches.get(name)
         if not (start or whole) and watch is not None and section in watch.sections:
-            return HTMLResponse(watch.sections[section])
+            return HTMLResponse(titled(section, watch.sections[section], watch.page))
         page = replace(await newest(name), nodes_from=max(0, start))
         text = pages.section(section, page)
         if whole:
             text = pages.render("section.html", name=section, start=page.nodes_from, text=text)
-        return HTMLResponse(text)
+        return HTMLResponse(titled(section, text, page))
 
     @found.get("/jobs/{name}/changes")
     async def changes(name: str, request: Request, since: str = "") -> Response:
@@ -488,6 +538,8 @@ def _routes(
                         told = f"id: {revision}\ndata:\n\n"
                         text = "".join(f"event: {s}\n{told}" for s in changed)
                         yield text or ": still here\n\n"
+                if closing.is_set():
+                    yield await farewell(name, whole=True)
             finally:
                 if not watch.is_watched and watches.get(name) is watch:
                     del watches[name]
@@ -509,11 +561,55 @@ def _routes(
 
     @found.get("/jobs/{name}/nodes/{node}/")
     async def node(name: str, node: str, request: Request) -> Response:
-        """Show one node: its state, its events and the newest output of its workers."""
+        """Show one node: its state, its events, the output of its workers, and their stacks."""
         page = await newest(name)
-        lines = await asyncio.to_thread(jobs.log_tail, name, node)
-        text = pages.render("node_now.html", page=page, node=node, lines=lines)
-        return live_page(request, "node.html", text, page=page, node=node, root="../../../../")
+        text = pages.render("node_now.html", page=page, node=node)
+        if "hx-request" in request.headers:
+            return changed_part(request, text)
+        rank = _number(request.query_params.get("rank", ""))
+        every = await asyncio.to_thread(jobs.log_tail, name, node, None)
+        lines = every if rank is None else await asyncio.to_thread(jobs.log_tail, name, node, rank)
+        return live_page(
+            request,
+            "node.html",
+            text,
+            page=page,
+            node=node,
+            root="../../../../",
+            rank=rank,
+            ranks=sorted({*page.ranks_of(node), *logs.ranks_in(every)}),
+            lines=Markup(pages.render("log_lines.html", lines=lines, whole=True)),
+            evidence=live_part(await evidence_of(name, node), "evidence")[0],
+        )
+
+    async def evidence_of(name: str, node: str) -> str:
+        """Return the stacks of a node, and the evidence of its job, as a part of its page."""
+        bundles, snapshot = await asyncio.to_thread(jobs.evidence, name, node)
+        return pages.render("node_evidence.html", bundles=bundles, snapshot=snapshot, node=node)
+
+    @found.get("/jobs/{name}/nodes/{node}/evidence")
+    async def evidence(name: str, node: str, request: Request) -> Response:
+        """Return the stacks of a node, and the evidence of its job, unless the page has them."""
+        return changed_part(request, await evidence_of(name, node), "evidence")
+
+    @found.get("/jobs/{name}/nodes/{node}/log")
+    async def log_stream(name: str, node: str, rank: str = "") -> Response:
+        """Stream what a node's workers print, as parts of its page."""
+        number = _number(rank)
+
+        async def parts() -> AsyncIterator[str]:
+            async def tail() -> list[str]:
+                return await asyncio.to_thread(jobs.log_tail, name, node, number)
+
+            async with aclosing(logs.changes(tail, poll_s, closing)) as found:
+                async for lines, whole in found:
+                    text = pages.render("log_part.html", lines=lines, whole=whole)
+                    data = "".join(f"data: {line}\n" for line in text.split("\n"))
+                    yield f"{data}\n" if lines or whole else ": still here\n\n"
+            if closing.is_set():
+                yield await farewell(name, whole=False)
+
+        return StreamingResponse(parts(), media_type="text/event-stream")
 
     @found.post("/jobs/{name}/actions/{action}")
     async def act(name: str, action: str, request: Request) -> Response:
@@ -526,9 +622,50 @@ def _routes(
         if action not in ACTIONS:
             return HTMLResponse("", 404)
         value = form.get("value", "")
+        if form.get("sure") != "yes" and (question := (await newest(name)).risk(action, value)):
+            ask = {"question": question, "action": action, "value": value, "csrf": access.csrf}
+            return HTMLResponse(pages.render("confirm.html", **ask))
         log.info("action", extra={"data": {"job": name, "action": action, "value": value}})
         done = await asyncio.to_thread(jobs.change, name, action, value)
-        return HTMLResponse(pages.render("done.html", message=done))
+        return HTMLResponse(pages.render("done.html", message=done, focus="sure" in form))
+
+    @found.get("/jobs/{name}/actions/keep")
+    async def keep(name: str) -> Response:
+        """Answer who does not confirm an action."""
+        words = f"nothing was changed at {name}"
+        return HTMLResponse(pages.render("done.html", message=words, focus=True))
+
+    async def farewell(name: str, *, whole: bool) -> str:
+        """Return the last message of a stream: that the pages end, and where to look then.
+
+        Args:
+            name: Name of the job; empty for all.
+            whole: Also send the newest sections of the job's page.
+        """
+        words, parts = "This dashboard has ended.", []
+        with contextlib.suppress(DLRoverError, TimeoutError):
+            page = await asyncio.wait_for(load(name), LAST_LOOK_S) if name else None
+            if page is not None and page.view.status is not None and page.view.status.phase.ended:
+                words = f"{name} has ended: {page.view.phase}. This dashboard has ended, too."
+            if page is not None and whole:
+                parts = [(s, Markup(pages.section(s, page))) for s in pages.SECTIONS]
+        words += f" To look again: dlrover dashboard {name}".rstrip()
+        text = pages.render("over.html", words=words, sections=parts)
+        return "".join(f"data: {line}\n" for line in text.split("\n")) + "\n"
+
+    @found.get("/over")
+    async def over() -> Response:
+        """Stream nothing but the end of the dashboard."""
+
+        async def parts() -> AsyncIterator[str]:
+            while not closing.is_set():
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(closing.wait(), PING_S)
+                    yield await farewell("", whole=False)
+                    return
+                yield ": still here\n\n"
+
+        return StreamingResponse(parts(), media_type="text/event-stream")
 
     found.mount("/static", StaticFiles(directory=pages.FOLDER / "static"))
     return found

@@ -4,13 +4,20 @@ All functions are pure. Times are Unix seconds.
 """
 
 import re
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from itertools import zip_longest
+from typing import Any
 
 from dlrover_py.protocol.local import History, ProgressSample
 from dlrover_py.protocol.names import NodeId, id_key
 from dlrover_py.protocol.reasons import EventReason
-from dlrover_py.protocol.status import JobEvent, JobStatus, NodePhase
+from dlrover_py.protocol.status import JobEvent, JobPhase, JobStatus, NodePhase
+
+NAMED = 16
+"""Largest number of members of a round that are named; others are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +40,167 @@ class Outage:
     """Number of the next round; 0 if none followed."""
     resumed: JobEvent | None
     """Event of the first step after it; None if there was none."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTimeline:
+    """One round: who was in it, how long it lasted, and why it ended. Times are Unix seconds."""
+
+    number: int
+    since: float
+    until: float
+    nodes: int
+    """Number of its members; 0 if it is not known."""
+    workers: int
+    """Number of its workers; 0 if it is not known."""
+    members: tuple[str, ...]
+    """Its first members, at most ``NAMED``, as far as events and status name them."""
+    ended: str
+    """Why it ended, in words; empty while it goes on."""
+
+    @property
+    def who(self) -> str:
+        """Its members in words: the known names, and how many more there were."""
+        more = self.nodes - len(self.members)
+        if not self.members:
+            return "not known" if self.nodes else ""
+        return ", ".join(self.members) + (f" and {more} more" if more > 0 else "")
+
+
+class MarkKind(StrEnum):
+    """What a mark in the time line stands for; the words name its row."""
+
+    SIZE = "size"
+    CHECKPOINT = "checkpoints"
+    MASTER = "master"
+
+
+@dataclass(frozen=True, slots=True)
+class TimeMark:
+    """A moment in the time line that is not about one node."""
+
+    at: float
+    kind: MarkKind
+    words: str
+    bad: bool
+    """Whether something has failed."""
+
+
+_MARKS: dict[str, MarkKind] = {
+    EventReason.SPEC_CHANGED: MarkKind.SIZE,
+    EventReason.SCALED_UP: MarkKind.SIZE,
+    EventReason.SCALED_DOWN: MarkKind.SIZE,
+    EventReason.NODES_ALLOCATED: MarkKind.SIZE,
+    EventReason.SUSPENDED: MarkKind.SIZE,
+    EventReason.RESUMED: MarkKind.SIZE,
+    EventReason.CHECKPOINT_STORED: MarkKind.CHECKPOINT,
+    EventReason.CHECKPOINT_FAILED: MarkKind.CHECKPOINT,
+    EventReason.CHECKPOINT_NOT_COPIED: MarkKind.CHECKPOINT,
+    EventReason.NOTHING_STORED: MarkKind.CHECKPOINT,
+    EventReason.JOB_STARTED: MarkKind.MASTER,
+    EventReason.MASTER_STARTED: MarkKind.MASTER,
+    EventReason.MASTER_ENDED: MarkKind.MASTER,
+    EventReason.JOURNAL_BEHIND: MarkKind.MASTER,
+}
+"""The kind of the mark that an event is in the time line. Other events have none."""
+
+
+def marks(events: Sequence[JobEvent]) -> list[TimeMark]:
+    """Return the scalings, the checkpoints and the terms of masters, oldest first."""
+    found = [(e, _MARKS[e.reason]) for e in events if e.reason in _MARKS]
+    return [TimeMark(e.at, kind, e.message, e.type == "Warning") for e, kind in found]
+
+
+_FORMED = re.compile(
+    r"round (?P<number>\d+)(?:: (?P<nodes>\d{1,9}) nodes?)?(?:, (?P<workers>\d{1,9}) workers?)?"
+    r"(?: \((?:joined: (?P<joined>[^;)]*))?(?:; )?(?:left: (?P<left>[^;)]*))?\))?"
+)
+"""The beginning of the message of a ``RoundFormed`` event."""
+
+
+def round_timelines(
+    status: JobStatus, events: Sequence[JobEvent], end: float
+) -> list[RoundTimeline]:
+    """Return the rounds that events tell of, oldest first, each once.
+
+    The events say who joined and left. From a round whose members are all known, the members of
+    the rounds before and after it follow.
+
+    Args:
+        status: status of the job, which names the members of the present round.
+        events: oldest first, completed by :func:`with_node_and_round`.
+        end: end of the last round if it goes on, in Unix seconds.
+    """
+    formed = {e.round: e for e in events if e.reason == EventReason.ROUND_FORMED and e.round}
+    by_id = {e.id: e for e in events}
+    parts = {n: m for n, e in formed.items() if (m := _FORMED.match(e.message)) is not None}
+    order = sorted(parts)
+    counts = {n: int(parts[n]["nodes"] or 0) for n in order}
+    joined, left = ({n: _names(parts[n][what]) for n in order} for what in ("joined", "left"))
+    known = {
+        n: _changed([], set(), joined[n])
+        for n in order
+        if counts[n] and len(joined[n]) == counts[n]
+    }
+    present = {n.id for n in status.nodes if n.node_rank is not None}
+    if status.round in parts and len(present) == counts[status.round]:
+        known[status.round] = sorted(map(_by_id, present))
+    for n in order:  # from each known round to the next one
+        if n not in known and n - 1 in known:
+            known[n] = _changed(known[n - 1], left[n], joined[n])
+    for n in reversed(order):  # and to the one before
+        if n not in known and n + 1 in known:
+            known[n] = _changed(known[n + 1], joined[n + 1], left[n + 1])
+    found = []
+    for n, following in zip_longest(order, order[1:]):
+        since, until, ended = formed[n].at, end, ""
+        if following:
+            cause = by_id.get(formed[following].cause or 0)
+            until = formed[following].at
+            ended = formed[following].message.partition("; because ")[2]
+            if cause is not None:
+                ended = cause.message
+                until = min(until, cause.at) if cause.type == "Warning" else until
+        elif status.phase is not JobPhase.RUNNING:
+            until, ended = status.ended_at or end, status.reason
+        who = known[n] if n in known else _changed([], set(), joined[n])
+        members = tuple(name for _, name in who[:NAMED]) if len(who) <= counts[n] else ()
+        workers = int(parts[n]["workers"] or 0)
+        found.append(RoundTimeline(n, since, max(since, until), counts[n], workers, members, ended))
+    return found
+
+
+_Member = tuple[tuple[Any, ...], str]
+"""The name of a node, behind what sorts it."""
+
+
+def _by_id(name: str) -> _Member:
+    return id_key(NodeId(name)), name
+
+
+def _changed(members: list[_Member], gone: set[str], new: set[str]) -> list[_Member]:
+    """Return sorted members without some and with others; the rest is not compared.
+
+    Args:
+        members: the members before, sorted.
+        gone: names to leave out.
+        new: names to add.
+    """
+    found = members.copy()
+    for one in map(_by_id, gone):
+        at = bisect_left(found, one)
+        if found[at : at + 1] == [one]:
+            del found[at]
+    for one in map(_by_id, new):
+        at = bisect_left(found, one)
+        if found[at : at + 1] != [one]:
+            found.insert(at, one)
+    return found
+
+
+def _names(text: str | None) -> set[str]:
+    """Return the nodes that a part of a message names, such as ``n0, n1 and 4 more``."""
+    return {name for name in (text or "").partition(" and ")[0].split(", ") if name}
 
 
 def node_timelines(status: JobStatus, events: Sequence[JobEvent], end: float) -> list[NodeTimeline]:
@@ -83,8 +251,7 @@ def node_timelines(status: JobStatus, events: Sequence[JobEvent], end: float) ->
 def _nodes_of(event: JobEvent) -> list[str]:
     """Return the nodes that an event is about. One event may name several nodes that joined."""
     if event.reason == EventReason.NODE_JOINED and event.node is None:
-        named = event.message.partition(": ")[2].partition(" and ")[0]
-        return [node for node in named.split(", ") if node]
+        return sorted(_names(event.message.partition(": ")[2]))
     return [event.node] if event.node is not None else []
 
 

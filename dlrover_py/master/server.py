@@ -438,6 +438,9 @@ def job_metrics(status: JobStatus) -> Iterator[Metric]:
         help_text = "Age of the newest checkpoint in storage, in seconds."
         age = max(0.0, status.published_at - last.stored_at)
         yield _gauge("dlrover_checkpoint_stored_age_seconds", help_text, age)
+    if last is not None or status.memory_checkpoints or status.checkpoint_failures:
+        help_text = "Seconds of the job that no checkpoint in storage covers."
+        yield _gauge("dlrover_checkpoint_unstored_seconds", help_text, _unstored_s(status))
     bad = {condition.type for condition in problems(status.conditions, status.round)}
     failing = ConditionType.CHECKPOINT_FAILING in bad
     yield _gauge(
@@ -469,6 +472,18 @@ def job_metrics(status: JobStatus) -> Iterator[Metric]:
     for cause in ("failure", "loss", "drain", "scale", "join"):
         rounds.add_metric([cause], status.restarts.get(cause, 0))
     yield rounds
+
+
+def _unstored_s(status: JobStatus) -> float:
+    """Return the age of the newest checkpoint in storage; without one, that of the job.
+
+    The time in which the job was suspended is not part of the latter.
+    """
+    last = status.last_checkpoint
+    if last is not None and last.stored_at is not None:
+        return max(0.0, status.published_at - last.stored_at)
+    rested_s = status.goodput.seconds.get(TimeBucket.SUSPENDED, 0.0) if status.goodput else 0.0
+    return max(0.0, status.published_at - status.started_at - rested_s)
 
 
 def _table_metrics(tables: TablesStatus) -> Iterator[Metric]:

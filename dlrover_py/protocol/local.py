@@ -136,6 +136,8 @@ class ProgressSample(_LocalModel):
     """The number of nodes in the round."""
     steps_per_s: float = 0.0
     """Steps per second; 0 if it is not known."""
+    goodput: float | None = None
+    """The productive part of the job's time until then, from 0 to 1; absent if it is not known."""
     metrics: dict[str, float] = Field(default_factory=dict)
     """Numbers that the script has reported, by name: the first ``METRICS_KEPT``."""
 
@@ -169,6 +171,7 @@ class History(_LocalModel):
             round=status.round,
             nodes=status.nodes_in_round,
             steps_per_s=status.progress.steps_per_s,
+            goodput=status.goodput.share if status.goodput is not None else None,
             metrics=dict(islice(finite, METRICS_KEPT)),
         )
         last = self.samples[-1] if self.samples else None

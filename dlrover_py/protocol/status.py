@@ -218,6 +218,9 @@ class NodeStatus(_StatusModel):
     """Newest step that one of its workers has reported."""
     steps_per_s: float = 0.0
     """Steps per second of its workers; 0 before the second report."""
+    data_wait: float = 0.0
+    """Share of the time of the round's steps in which a worker waited for data: the greatest of
+    them, from 0 to 1."""
     memory_step: int | None = None
     """Step of the newest checkpoint of its workers that is in its memory."""
     copy_step: int | None = None

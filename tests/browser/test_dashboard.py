@@ -58,7 +58,7 @@ def test_a_killed_worker_and_a_scaled_job_are_seen_as_they_happen(place: Place, 
     ):
         first = in_thread(lambda: run.running(2))
         page.goto(link)
-        expect(page).to_have_title(f"{run.name}: Running")
+        expect(page).to_have_title(re.compile(f"^{run.name}: Running"))
         assert "token" not in page.url
         expect(page.locator("#head dt:text('rounds') + dd")).to_have_text("1")
         os.kill(members(first)[1].pids[0], signal.SIGKILL)
@@ -80,7 +80,9 @@ def test_a_killed_worker_and_a_scaled_job_are_seen_as_they_happen(place: Place, 
         accessible(page)
         page.get_by_role("link", name="n0", exact=True).click()
         expect(page.get_by_role("heading", name="Node n0")).to_be_visible()
-        expect(page.locator("pre")).to_contain_text("start 0")
+        expect(page.locator("#log")).to_contain_text("start 0")
+        expect(page.locator("#evidence pre")).to_contain_text("train.py")
+        expect(page.locator("#evidence td").first).to_have_text("1")
         accessible(page)
         address = page.url
         page.goto("about:blank")
@@ -113,6 +115,27 @@ def test_checkpoints_are_seen_and_stored_from_the_page_of_a_job_run_with_dashboa
         page.goto("about:blank")
 
 
+def test_a_page_of_a_job_run_with_dashboard_says_that_the_job_has_ended(
+    place: Place, page: Page
+) -> None:
+    """It stood still, with the numbers of the last second."""
+    script, args = PROGRAMS / "report_steps.py", ("1000000", "0.05")
+    with job(
+        place, script=script, args=args, replicas=1, settings=CALM, more=("--dashboard",)
+    ) as run:
+        in_thread(lambda: run.running(1))
+        (link,) = re.findall(r"the dashboard is at (\S+)", "".join(run.output))
+        page.goto(link)
+        shown = page.context.new_page()  # whose errors are not looked at: its server goes away
+        shown.goto(page.url)
+        page.goto("about:blank")
+        expect(shown.locator("h1")).to_contain_text("Running")
+        in_thread(run.stop)
+    expect(shown.locator("#over")).to_contain_text(f"{run.name} has ended: Stopped")
+    expect(shown.locator("#over")).to_contain_text(f"dlrover dashboard {run.name}")
+    expect(shown.locator("h1")).to_contain_text("Stopped")
+
+
 def test_an_ended_job_can_still_be_seen(place: Place, page: Page) -> None:
     with job(place, script="print('trained', flush=True)", replicas=1) as run:
         assert run.wait() == 0
@@ -122,5 +145,5 @@ def test_an_ended_job_can_still_be_seen(place: Place, page: Page) -> None:
         expect(page.locator("h1")).to_contain_text("Succeeded")
         assert page.locator("#actions").count() == 0
         page.get_by_role("link", name="n0", exact=True).click()
-        expect(page.locator("pre")).to_contain_text("trained")
+        expect(page.locator("#log")).to_contain_text("trained")
         page.goto("about:blank")

@@ -89,6 +89,55 @@ def test_the_page_of_nodes_that_was_chosen_stays_while_the_table_changes(page: P
         page.goto("about:blank")
 
 
+def test_an_action_that_ends_nodes_is_confirmed_by_keyboard(page: Page) -> None:
+    jobs = OneJob()
+    with served(jobs) as link:
+        page.goto(link)
+        suspend = page.get_by_role("button", name="Suspend")
+        suspend.focus()
+        page.keyboard.press("Enter")
+        asked = page.get_by_role("alertdialog")
+        expect(asked).to_contain_text("nothing trains until it is resumed")
+        accessible(page)
+        expect(page.get_by_role("button", name="No, change nothing")).to_be_focused()
+        page.keyboard.press("Enter")
+        expect(page.locator("#answer")).to_contain_text("nothing was changed")
+        assert jobs.asked == []
+        suspend.focus()
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("button", name="No, change nothing")).to_be_focused()
+        page.keyboard.press("Tab")
+        page.keyboard.press("Enter")
+        expect(page.locator("#answer [role=status]")).to_be_focused()
+        assert jobs.asked == [("demo", "suspend", "")]
+        page.goto("about:blank")
+
+
+def test_the_title_follows_the_job_and_an_ended_dashboard_says_so(page: Page) -> None:
+    jobs = OneJob()
+    with served(jobs) as link:
+        # Pages whose reports of errors are not looked at: a server that is gone is one.
+        page.goto(link)
+        shown, table = page.context.new_page(), page.context.new_page()
+        shown.goto(page.url)
+        table.goto(f"{page.url}../../")
+        page.goto("about:blank")
+        expect(shown).to_have_title(re.compile("Running, step 30 of"))
+        assert jobs.view.status is not None
+        assert jobs.view.status.progress is not None
+        progress = jobs.view.status.progress.model_copy(update={"step": 31})
+        told = jobs.view.status.model_copy(update={"progress": progress})
+        jobs.view = replace(jobs.view, status=told)
+        expect(shown).to_have_title(re.compile("Running, step 31 of"))
+        assert shown.locator("#head title").count() == 0
+        told = told.model_copy(update={"phase": JobPhase.SUCCEEDED})
+        jobs.view = replace(jobs.view, status=told, phase="Succeeded")
+    expect(shown.locator("#over")).to_contain_text("dlrover dashboard demo")
+    expect(shown.locator("h1")).to_contain_text("Succeeded")
+    expect(shown.locator("#actions button")).to_have_count(0)
+    expect(table.locator("#over")).to_contain_text("This dashboard has ended")
+
+
 def test_a_change_between_a_page_and_its_stream_is_shown(page: Page) -> None:
     jobs = OneJob()
     with served(jobs) as link:
@@ -152,7 +201,15 @@ def test_a_list_and_a_node_that_stay_open_show_what_is_new(page: Page) -> None:
         node.goto(f"{page.url}nodes/n0/")
         page.goto("about:blank")
         expect(table.locator(".phase")).to_have_text("Running")
-        expect(node.locator("pre")).to_contain_text("r")
+        expect(node.locator("#log")).to_contain_text("[n0 round 1 rank 1] r")
+        node.get_by_role("combobox", name="rank").select_option("1")
+        node.get_by_role("button", name="Show").click()
+        expect(node.locator("#log")).not_to_contain_text("rank 0")
+        jobs.view = replace(jobs.view, reason="one line more")
+        expect(node.locator("#log")).to_have_text(
+            re.compile(r"^\[n0 round 1 rank 1\] r\n\[n0 round 1 rank 1\] one line more\n?$")
+        )
+        accessible(node)
         jobs.problem = UnreachableError("the job does not answer")
         for one in (table, node):
             expect(one.get_by_role("alert")).to_have_text("the job does not answer")
@@ -161,6 +218,6 @@ def test_a_list_and_a_node_that_stay_open_show_what_is_new(page: Page) -> None:
         shown = jobs.view.status.model_copy(update={"phase": JobPhase.FAILED})
         jobs.view = replace(jobs.view, status=shown, reason="a line that came later")
         expect(table.locator(".phase")).to_have_text("Failed")
-        expect(node.locator("pre")).to_contain_text("a line that came later")
+        expect(node.locator("#log")).to_contain_text("a line that came later")
         for one in (node, table):
             one.goto("about:blank")

@@ -106,10 +106,11 @@ CASES = {
     ),
     "DLRoverNoCheckpoint": Case(
         at=130,
-        fires=[one("dlrover_checkpoint_stored_age_seconds", "0+60x200"), RUNNING],
+        fires=[one("dlrover_checkpoint_unstored_seconds", "0+60x200"), RUNNING],
         quiet=[
-            [one("dlrover_checkpoint_stored_age_seconds", "0+60x100 0+60x100"), RUNNING],
-            [one("dlrover_checkpoint_stored_age_seconds", "0+60x200"), phase("Suspended")],
+            [one("dlrover_checkpoint_unstored_seconds", "0+60x100 0+60x100"), RUNNING],
+            [one("dlrover_checkpoint_unstored_seconds", "0+60x200"), phase("Suspended")],
+            [RUNNING],  # it takes no checkpoints
         ],
     ),
     "DLRoverStorageFails": Case(

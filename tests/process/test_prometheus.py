@@ -28,6 +28,7 @@ ABSENT = {
     "dlrover_checkpoint_age_seconds",
     "dlrover_checkpoint_stored_step",
     "dlrover_checkpoint_stored_age_seconds",
+    "dlrover_checkpoint_unstored_seconds",
 }
 """Metrics that a job without problems, TLS and checkpoints does not have."""
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import json
 import socket
 import threading
 from collections import Counter
@@ -20,7 +21,7 @@ from dlrover_py.client import JobList, Jobs, NamedJob
 from dlrover_py.protocol import names
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job_view import time_shares
-from dlrover_py.protocol.status import GoodputStatus, JobPhase, TimeBucket
+from dlrover_py.protocol.status import GoodputStatus, JobEvent, JobPhase, TimeBucket
 from tests.unit.test_report import Page
 from tests.unit.test_runs import made
 from tests.unit.test_view import status
@@ -137,7 +138,8 @@ def test_a_page_about_a_job_of_this_machine_never_reaches_a_cluster(here: Path) 
         lambda: shown.change("demo", "suspend", ""),
         lambda: shown.change("demo", "scale", "3"),
         lambda: shown.load("another"),
-        lambda: shown.log_tail("another", "n0"),
+        lambda: shown.log_tail("another", "n0", None),
+        lambda: shown.evidence("another", "n0"),
     ):
         with pytest.raises(ConfigError) as error:
             call()
@@ -167,6 +169,30 @@ def test_many_runs_of_one_job_hide_no_other(here: Path) -> None:
         (folder / names.STATUS_FILE).write_text(at.model_dump_json(by_alias=True))
     ended(here / "state")
     assert [row.name for row in JobPages(Jobs()).rows()] == ["often", "demo"]
+
+
+def test_an_earlier_run_has_a_page_and_a_killed_one_has_the_events_of_its_journal(
+    here: Path,
+) -> None:
+    first = status(JobPhase.FAILED).model_copy(update={"ended_at": 1.0, "reason": "the first one"})
+    folder = made(here / "state", "demo@1")
+    (folder / names.STATUS_FILE).write_text(first.model_dump_json(by_alias=True))
+    killed = made(here / "state", "demo@2", last=False)
+    event = JobEvent(id=1, at=1.0, reason="NodeLost", message="from the journal")
+    journal = json.dumps({"term": 1, "events": [event.model_dump(mode="json")]})
+    (killed / names.JOURNAL_FILE).write_text(journal)
+    made(here / "state", "demo@3")
+    made(here / "state", "another@1")
+    shown = JobPages(Jobs())
+    assert shown.runs("demo") == shown.runs("demo@1") == ["demo@3", "demo@2", "demo@1"]
+    assert shown.load("demo@1")[0].reason == "the first one"
+    assert [e.message for e in shown.load("demo@2")[0].events] == ["from the journal"]
+    assert shown.load("demo@3")[0].name == "demo@3"
+    (killed / names.JOURNAL_FILE).write_text("{")
+    assert shown.load("demo@2")[0].events == []
+    for wrong in ("demo@4", "demo@", "@1", "../state/demo@1", "x@../demo@1"):
+        with pytest.raises(ConfigError, match="is not known on this machine"):
+            shown.load(wrong)
 
 
 def test_a_notebook_shows_no_word_as_markup(here: Path) -> None:

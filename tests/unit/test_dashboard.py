@@ -22,8 +22,9 @@ from starlette.types import Message
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dlrover_py.cli.view import JobRow
-from dlrover_py.dashboard import pages, pictures, ranks, server
+from dlrover_py.dashboard import curves, logs, pages, pictures, ranks, server
 from dlrover_py.protocol.agents import WorkerPhase
+from dlrover_py.protocol.diagnosis import NodeSnapshot
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job_view import JobView
 from dlrover_py.protocol.local import METRICS_KEPT, History, ProgressSample
@@ -31,6 +32,7 @@ from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.status import (
     Condition,
     DiagnosisStatus,
+    EvidenceManifest,
     GoodputCeiling,
     GoodputStatus,
     HeldCheckpoint,
@@ -70,11 +72,17 @@ class OneJob:
     asked: list[tuple[str, str, str]] = field(default_factory=list)
     where: str = "on this machine"
     problem: Exception | None = None
+    kept: list[EvidenceManifest] = field(default_factory=list)
+    snapshot: NodeSnapshot | None = None
+    of_name: Sequence[str] = ()
 
     def rows(self) -> Sequence[JobRow]:
         if self.problem is not None:
             raise self.problem
         return [JobRow.of_job(self.view.name, self.view.status, "")]
+
+    def runs(self, name: str) -> Sequence[str]:
+        return self.of_name
 
     def load(self, name: str) -> tuple[JobView, History]:
         self.loads += 1
@@ -88,8 +96,17 @@ class OneJob:
         self.asked.append((name, action, value))
         return f"done: {value}"
 
-    def log_tail(self, name: str, node: str) -> list[str]:
-        return [self.view.reason]
+    def log_tail(self, name: str, node: str, rank: int | None) -> list[str]:
+        return [
+            f"[{node} round 1 rank {number}] {self.view.reason}"
+            for number in (0, 1)
+            if rank in (None, number)
+        ]
+
+    def evidence(
+        self, name: str, node: str
+    ) -> tuple[Sequence[EvidenceManifest], NodeSnapshot | None]:
+        return self.kept, self.snapshot
 
 
 @dataclass
@@ -110,9 +127,11 @@ class Browser:
     jobs: OneJob = field(default_factory=OneJob)
     access: server.Access = field(default_factory=server.Access)
     cookie: str = ""
+    poll_s: float = 3600
 
     def __post_init__(self) -> None:
-        self.app = server.Dashboard(self.jobs, self.access, lambda: AT, poll_s=3600).asgi
+        self.board = server.Dashboard(self.jobs, self.access, lambda: AT, poll_s=self.poll_s)
+        self.app = self.board.asgi
 
     def call(self, method: str, path: str, body: bytes = b"") -> Answer:
         return asyncio.run(self.called(method, path, body))
@@ -266,8 +285,12 @@ def filled(kind: Any, words: str) -> Any:
 @pytest.mark.parametrize("phase", [JobPhase.RUNNING, JobPhase.FAILED])
 def test_no_text_in_any_field_of_a_status_is_markup(phase: JobPhase) -> None:
     said: JobStatus = filled(JobStatus, WORDS).model_copy(update={"phase": phase})
-    resized = EventReason.SCALED_UP
-    events = [said.events[0], said.events[0].model_copy(update={"reason": resized})]
+    formed = f"round 1: 1 node, 1 worker (joined: {WORDS}); because {WORDS}"
+    changes: list[dict[str, Any]] = [
+        {}, {"reason": EventReason.SCALED_UP}, {"reason": EventReason.CHECKPOINT_FAILED},
+        {"reason": EventReason.ROUND_FORMED, "message": formed},
+    ]  # fmt: skip
+    events = [said.events[0].model_copy(update=change) for change in changes]
     said = said.model_copy(update={"events": events, "started_at": 0.0, "published_at": 5.0})
     view = JobView(
         WORDS, [WORDS], WORDS, WORDS, said, said.conditions, events, {}, {WORDS: WORDS}, [WORDS]
@@ -281,6 +304,141 @@ def test_no_text_in_any_field_of_a_status_is_markup(phase: JobPhase) -> None:
     assert shown.text.count("&{{ 7 * 7 }}") > 20
 
 
+def test_no_text_of_a_stack_or_of_evidence_or_of_a_log_is_markup() -> None:
+    bundle: EvidenceManifest = filled(EvidenceManifest, WORDS)
+    snapshot: NodeSnapshot = filled(NodeSnapshot, WORDS)
+    jobs = OneJob(kept=[bundle.model_copy(update={"at": AT})], snapshot=snapshot)
+    jobs.view = replace(jobs.view, reason=WORDS)
+    browser = Browser(jobs).enter()
+    for path in ("", "evidence"):
+        page = Page(browser.call("GET", f"/jobs/demo/nodes/n0/{path}").text)
+        assert not {name for name, _ in page.attributes if name.startswith("on")}
+        assert "img" not in page.tags
+        assert "49" not in page.text
+        assert "\x1b" not in page.text
+        assert page.text.count("&{{ 7 * 7 }}") >= 10
+
+
+def test_the_output_of_a_node_is_of_the_rank_that_was_chosen() -> None:
+    browser = Browser().enter()
+    for query, count in (("", 2), ("?rank=1", 1), ("?rank=x", 2)):
+        text = browser.call("GET", f"/jobs/demo/nodes/n0/{query}").text
+        assert re.findall(r'<option value="(\d)"', text) == ["0", "1"]
+        assert text.count(" selected>1<") == (count == 1)
+        assert text.count("[n0 round 1 rank ") == count
+        assert ('connect="log?rank=1"' in text) == (count == 1)
+
+
+def test_a_page_that_is_open_when_the_dashboard_ends_says_so_and_shows_the_end() -> None:
+    def streamed(path: str) -> str:
+        jobs = OneJob()
+        return asyncio.run(over(Browser(jobs).enter(), jobs, path))
+
+    async def over(browser: Browser, jobs: OneJob, path: str) -> str:
+        told: list[Message] = []
+        stream = asyncio.create_task(browser.called("GET", path, stream=told))
+        while not told or ("jobs" in path and len(told) < 2):
+            await asyncio.sleep(0)
+        assert jobs.view.status is not None
+        last = jobs.view.status.model_copy(update={"phase": JobPhase.SUCCEEDED})
+        jobs.view = replace(jobs.view, status=last, phase="Succeeded", reason="trained")
+        browser.board.close()
+        await asyncio.wait_for(stream, 30)
+        return bytes(told[-2].get("body", b"") or told[-1].get("body", b"")).decode()
+
+    shown = streamed("/jobs/demo/changes")
+    assert "demo has ended: Succeeded. This dashboard has ended, too." in shown
+    assert '<hx-partial hx-target="#head" hx-swap="innerMorph">' in shown
+    assert "trained" in shown
+    assert all(line.startswith("data:") for line in shown.strip().split("\n"))
+    assert "To look again: dlrover dashboard<" in streamed("/over")
+
+
+def test_the_title_follows_the_step_and_times_have_a_date() -> None:
+    view = running()
+    assert view.status is not None
+    assert view.status.progress is not None
+    progress = view.status.progress.model_copy(update={"step": 7, "total": None})
+    said = view.status.model_copy(update={"progress": progress})
+    browser = Browser(OneJob(replace(view, name="demo\x1b<b>", status=said))).enter()
+    title = r"<title>demo\x1b&lt;b&gt;: Running, step 7</title>"
+    assert title in browser.call("GET", "/jobs/demo/").text
+    assert browser.call("GET", "/jobs/demo/sections/head").text.startswith(title)
+    iso, words = r"(2023-11-1\d\w[^\"]*[+-]\d\d:\d\d)", r"1\d Nov \d\d:\d\d:\d\d"
+    assert re.fullmatch(f'<time datetime="{iso}" title="\\1">{words}</time>', pages.when(AT))
+
+
+def test_the_page_of_a_job_has_links_to_its_other_runs() -> None:
+    browser = Browser(OneJob(of_name=[f"demo@{WORDS}", "demo@1"])).enter()
+    page = Page(browser.call("GET", "/jobs/demo/").text)
+    links = [value for name, value in page.attributes if name == "href" and "%40" in (value or "")]
+    assert links[1] == "../demo%401/"
+    assert ("aria-current", "page") in page.attributes
+    assert "img" not in page.tags
+    browser.jobs.of_name = ["demo@1"]
+    assert "Runs of this job" not in browser.call("GET", "/jobs/demo/").text
+
+
+def test_a_stream_of_output_has_the_new_lines_only() -> None:
+    jobs = OneJob()
+    browser = Browser(jobs, poll_s=0.001).enter()
+
+    async def streamed() -> list[str]:
+        told: list[Message] = []
+        stream = asyncio.create_task(
+            browser.called("GET", "/jobs/demo/nodes/n0/log?rank=0", stream=told)
+        )
+        for count, reason in ((1, "second\n<b>"), (2, "third"), (3, "third")):
+            while sum(bool(message.get("body")) for message in told) < count:
+                await asyncio.sleep(0.001)
+            jobs.view = replace(jobs.view, reason=reason)
+        browser.board.close()
+        await asyncio.wait_for(stream, 30)
+        return [m["body"].decode() for m in told[1:] if m.get("body")]
+
+    first, *more, last = asyncio.run(streamed())
+    assert "This dashboard has ended. To look again: dlrover dashboard demo<" in last
+    assert 'hx-swap="innerHTML"' in first
+    assert "[n0 round 1 rank 0] r\n" in first
+    text = "".join(more)
+    assert text.count('hx-swap="beforeend"') == len(more)
+    assert text.count("[n0 round 1 rank 0]") == 2
+    assert "data: &lt;b&gt;\n" in text
+    assert "third" in text
+    assert "rank 1" not in text
+
+
+@given(
+    written=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=40),
+    looks=st.lists(st.integers(0, 40), max_size=6),
+    kept=st.integers(41, 60),
+)
+def test_each_line_is_new_once(written: list[tuple[int, int]], looks: list[int], kept: int) -> None:
+    """Whatever lines are alike: as long as no file has more than are looked at."""
+    before: list[str] = []
+    told: list[str] = []
+    for end in [*sorted(looks), len(written)]:
+        files = [[text for file, text in written[:end] if file == one] for one in range(3)]
+        now = [
+            f"[n0 round 1 rank {one}] {text}"
+            for one, lines in enumerate(files)
+            for text in lines[-kept:]
+        ]
+        told += logs.added(before, now)
+        before = now
+    assert sorted(told) == sorted(f"[n0 round 1 rank {file}] {text}" for file, text in written)
+
+
+def test_lines_that_were_pushed_out_are_not_missed() -> None:
+    lines = [f"[n0 round 1 rank 0] {i}" for i in range(30)]
+    assert logs.added(lines[:20], lines[5:25]) == lines[20:25]
+    assert logs.added(lines[10:20], lines[:22]) == lines[20:22], "a larger share shows older ones"
+    assert logs.added(lines[:5], lines[10:15]) == lines[10:15]
+    other = ["[n0 round 2 rank 0 err] 1"]
+    assert logs.added(lines, other) == other
+    assert logs.ranks_in([*lines, *other, "[n0] said", "no"]) == {0}
+
+
 def test_an_action_needs_a_form_of_our_page() -> None:
     browser = Browser().enter()
     csrf = browser.access.csrf
@@ -289,7 +447,17 @@ def test_an_action_needs_a_form_of_our_page() -> None:
         assert browser.act("scale", value="3", **wrong).status == 403
     assert browser.act("explode", csrf=csrf).status == 404
     assert browser.act("scale", csrf=csrf, value="3" * 5000).status == 413
+    for risky in ("suspend", "restart", "drain", "scale"):
+        asked = browser.act(risky, csrf=csrf, value="<i>" if risky == "drain" else "1")
+        assert 'role="alertdialog"' in asked.text
+        assert "<i>" not in asked.text
+        assert 'name="sure" value="yes"' in asked.text
+    assert "Scale demo from 2 to 1? 1 node less" in asked.text
+    assert browser.act("suspend", sure="yes").status == 403
+    assert "nothing was changed" in browser.call("GET", "/jobs/demo/actions/keep").text
     assert browser.jobs.asked == []
+    answer = browser.act("suspend", csrf=csrf, sure="yes")
+    assert ("done: " in answer.text, browser.jobs.asked.pop()) == (True, ("demo", "suspend", ""))
     answer = browser.act("scale", csrf=csrf, value="<b>3")
     assert (answer.status, browser.jobs.asked) == (200, [("demo", "scale", "<b>3")])
     assert "done: &lt;b&gt;3" in answer.text
@@ -388,7 +556,7 @@ def test_the_nodes_of_a_page_show_what_they_use_where_it_is_known() -> None:
         found = pages.section("nodes", pages.JobPage(replace(view, status=status), History(), AT))
         assert found.count("<td>7.5</td><td>3.1 GB of 8.6 GB</td>") == count
         cells = {row.count("<td") + row.count("<th") for row in found.split("<tr")[1:]}
-        assert cells == {11 + 2 * count}, "each row has as many columns"
+        assert cells == {12 + 2 * count}, "each row has as many columns"
         assert found.count(">CPUs</th>") == count
 
 
@@ -513,7 +681,7 @@ def test_a_page_and_its_stream_have_the_same_revision() -> None:
 def test_a_list_and_a_node_are_sent_again_only_when_they_have_changed(path: str) -> None:
     jobs = OneJob()
     browser = Browser(jobs).enter()
-    (seen,) = re.findall(r'name="seen" value="(\w+)"', browser.call("GET", path).text)
+    (seen, *_) = re.findall(r'name="seen" value="(\w+)"', browser.call("GET", path).text)
     same = browser.call("GET", f"{path}?seen={seen}")
     assert (same.status, same.body) == (204, b"")
     shown = jobs.view.status
@@ -683,6 +851,35 @@ def test_a_long_curve_has_few_points_and_keeps_its_peaks() -> None:
     assert len(points) <= pictures.CURVE_POINTS
     assert points == sorted(points), "from left to right"
     assert min(y for _, y in points) == 10, "the peak is at the top"
+
+
+def test_goodput_over_time_is_a_curve_with_its_ceiling_and_a_number_in_the_files() -> None:
+    shown = running().status
+    assert shown is not None
+    assert shown.progress is not None
+    ceiling = GoodputCeiling(
+        share=0.9, failures=1, between_s=1.0, recovery_s=1.0, save_s=1.0, interval_s=1.0
+    )
+    kept = History()
+    for i, share in enumerate((None, 0.5, 0.75)):
+        goodput = GoodputStatus(
+            wall_s=10.0, share=share, ceiling=ceiling if i else None, seconds={"productive": 1.0}
+        )
+        progress = shown.progress.model_copy(update={"step": i})
+        changes = {"goodput": goodput, "published_at": AT + i, "progress": progress}
+        shown = shown.model_copy(update=changes)
+        kept = kept.with_sample(shown, 10)
+    assert [sample.goodput for sample in kept.samples] == [None, 0.5, 0.75]
+    page = pages.JobPage(replace(running(), status=shown), kept, AT + 3)
+    text = pages.section("time", page)
+    (line,) = re.findall(r'<polyline points="([^"]*)"', text)
+    heights = [float(point.split(",")[1]) for point in line.split()]
+    assert heights == [10 + pictures.CURVE_HEIGHT * share for share in (0.5, 0.25)]
+    assert "<title>at most 90.0 could be reached</title>" in text
+    assert 'aria-label="goodput over time in %"' in text
+    assert "<polyline" not in pages.section("time", replace(page, history=History()))
+    assert curves.as_csv(kept).splitlines()[2].split(",")[5] == "0.5"
+    assert curves.as_csv(kept).splitlines()[1].split(",")[5] == ""
 
 
 def test_a_history_keeps_few_numbers_of_a_sample_and_only_finite_ones() -> None:

@@ -1892,10 +1892,12 @@ def test_goodput_is_the_part_of_the_time_that_brought_new_steps() -> None:
     bench.agent("n0").reach(91)
     progress = bench.agent("n0").progress
     assert progress is not None
-    used = {"data": 20.0, "save": 5.0, "load": 1.0}
+    used = {"data": 20.0, "save": 5.0, "load": 1.0, "run": 80.0}
     update = {"steps_per_s": 1.0, "spent": used}
     bench.agent("n0").progress = progress.model_copy(update=update)
     bench.exchange()
+    (shown,) = [one for one in bench.job.status(bench.now, 0.0).nodes if one.id == "n0"]
+    assert shown.data_wait == 0.25
     found = spent(bench)
     assert share(bench) == pytest.approx(1 - (first + 26) / bench.now, abs=0.02)
     assert set(found) == {

@@ -12,7 +12,14 @@ from dlrover_py.master.core.events import Kind
 from dlrover_py.master.server import job_metrics
 from dlrover_py.protocol.agents import FailureClass
 from dlrover_py.protocol.reasons import ConditionType
-from dlrover_py.protocol.status import GoodputStatus, JobPhase, JobStatus, TablesStatus, TimeBucket
+from dlrover_py.protocol.status import (
+    GoodputStatus,
+    JobPhase,
+    JobStatus,
+    LastCheckpoint,
+    TablesStatus,
+    TimeBucket,
+)
 from tests.unit.test_view import LOAD, hostile, status
 
 LABELS: dict[str, set[str]] = {
@@ -44,6 +51,26 @@ def test_the_phase_and_the_time_are_told() -> None:
     assert {bucket: seconds for bucket, seconds in told.items() if seconds} == SECONDS
     assert told.keys() == set(TimeBucket)
     assert values(shown.model_copy(update={"goodput": None}), "dlrover_goodput_ratio") == {}
+
+
+def test_a_job_that_never_stored_a_checkpoint_has_an_age_too_if_it_takes_any() -> None:
+    """The alert about old checkpoints never fired for it."""
+    name, at = "dlrover_checkpoint_unstored_seconds", 20_000.0
+    goodput = GoodputStatus(wall_s=1.0, seconds={"suspended": 3000.0})
+    bare = status(JobPhase.RUNNING).model_copy(
+        update={"started_at": 5000.0, "published_at": at, "goodput": goodput}
+        | {"last_checkpoint": None, "memory_checkpoints": [], "checkpoint_failures": 0}
+    )
+    assert values(bare, name) == {}
+    last = LastCheckpoint(step=3, where="memory", at=at)
+    stored = last.model_copy(update={"stored_step": 1, "stored_at": at - 60})
+    for changes, age in (
+        ({"last_checkpoint": last}, 12_000.0),
+        ({"last_checkpoint": last, "goodput": None}, 15_000.0),
+        ({"checkpoint_failures": 1}, 12_000.0),
+        ({"last_checkpoint": stored}, 60.0),
+    ):
+        assert values(bare.model_copy(update=changes), name) == {"": age}
 
 
 def test_the_loads_of_servers_are_summed_up() -> None:

@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 from dlrover_py.cli.view import JobView
 from dlrover_py.dashboard.pages import report as page
-from dlrover_py.dashboard.timeline import node_timelines, outages, samples, with_node_and_round
+from dlrover_py.dashboard.timeline import (
+    node_timelines,
+    outages,
+    round_timelines,
+    samples,
+    with_node_and_round,
+)
 from dlrover_py.protocol.local import History, ProgressSample
 from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.status import (
@@ -158,6 +164,70 @@ def test_the_page_tells_the_story() -> None:
 def test_what_ended_each_round_is_told_once() -> None:
     found = [(o.cause.id, o.round, o.resumed.id if o.resumed else 0) for o in outages(STORY)]
     assert found == [(6, 2, 9), (10, 0, 0)]
+
+
+ROUNDS = [
+    event(1, "JobStarted", 0, "job demo started with a desired size of 3 nodes"),
+    event(4, "RoundFormed", 1, "round 1: 2 nodes, 4 workers (joined: n0, n1); because it starts"),
+    event(5, "SpecChanged", 5, "the desired size is now 3 nodes"),
+    event(6, "RoundFormed", 6, "round 2: 3 nodes, 6 workers (joined: n2); because of 5", cause=5),
+    event(7, "CheckpointStored", 7, "the checkpoint of step 3 was stored"),
+    event(8, "CheckpointFailed", 8, "the disk is full", warning=True),
+    event(9, "NodeLost", 9, f"node n1 was {LOST}", node="n1", warning=True),
+    event(
+        10, "RoundFormed", 11,
+        "round 3: 3 nodes, 6 workers (joined: n3; left: n1); because node n1 was lost", cause=9,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("known", [0, 2])
+def test_who_was_in_each_round_and_why_it_ended_is_told(known: int) -> None:
+    """Also without the first events, if the status names the members of the last round."""
+    job = told(JobPhase.RUNNING)
+    nodes = [
+        job.nodes[0].model_copy(update={"id": node, "node_rank": rank})
+        for rank, node in enumerate(("n0", "n3", "n2"))
+    ]
+    job = job.model_copy(update={"round": 3, "nodes": nodes if known else []})
+    found = round_timelines(job, with_node_and_round(ROUNDS[known:]), AT + 20)
+    text = [(r.number, r.who, r.workers, r.since - AT, r.until - AT, r.ended) for r in found]
+    every = [
+        (1, "n0, n1", 4, 1, 6, "the desired size is now 3 nodes"),
+        (2, "n0, n1, n2", 6, 6, 9, f"node n1 was {LOST}"),
+        (3, "n0, n2, n3", 6, 11, 20, ""),
+    ]
+    assert text == (every[1:] if known else every)
+
+
+def test_members_that_no_event_names_are_only_counted() -> None:
+    story = [
+        event(1, "RoundFormed", 1, "round 7: 40 nodes, 40 workers (joined: n0, n1 and 1 more)"),
+        event(2, "RoundFormed", 2, "round 8: 1 node, 1 worker (left: n1)"),
+        event(3, "RoundFormed", 3, "round 9"),
+    ]
+    found = round_timelines(told(), with_node_and_round(story), AT + 20)
+    assert [r.who for r in found] == ["n0, n1 and 38 more", "not known", ""]
+
+
+def test_scalings_checkpoints_and_terms_are_marks_in_the_picture_and_rounds_a_table() -> None:
+    job = told().model_copy(update={"events": [*ROUNDS, STORY[-1]]})
+    text = page(picture(job), History(), now=AT)
+    for words in ("the desired size is now 3 nodes", "the disk is full", "master of term 2"):
+        assert f"<title>{words}" in text.replace("the master of", "master of"), words
+    assert "<title>round 3: 3 nodes (n0, n2, n3), 9.0 s; it ended: " in text
+    assert '<td class="who">n0, n1, n2</td>' in text
+    for shape in ("▲ size", "■ checkpoints", "◆ master"):
+        assert shape in text
+    assert "▲ size" not in page(picture(told(), STORY[:6]), History(), now=AT)
+
+
+def test_many_checkpoints_at_one_place_are_one_mark() -> None:
+    stored = [event(n, "CheckpointStored", n / 9, f"step {n} was stored") for n in range(200)]
+    job = told().model_copy(update={"events": stored, "ended_at": AT + 1000})
+    text = page(picture(job), History(), now=AT + 1000)
+    assert 1 <= text.count("of which the last are:") <= 3
+    assert "step 199 was stored" in text
 
 
 def test_nodes_live_from_their_joining_until_they_are_lost() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from dlrover_agent.channels.probe_socket import ProbeServer
 from dlrover_agent.snapshot import IdleClock, SnapshotTaker, io_bytes, process_facts, read_spied
-from dlrover_py.cli.runs import bundles
+from dlrover_py.cli.runs import bundles, node_snapshot
 from dlrover_py.master.core.events import EvidenceKept, KeepEvidence
 from dlrover_py.master.evidence import MAX_BUNDLES, EvidenceStore
 from dlrover_py.process import probe
@@ -196,6 +196,9 @@ async def test_bundles_are_kept_up_to_a_number(tmp_path: Path) -> None:
         store.keep(KeepEvidence(manifest, ((NodeId("n0"), snapshot),)), done.put_nowait)
         kept = await asyncio.wait_for(done.get(), 30)
         assert Path(kept.folder, "n0.json").exists()
+    assert node_snapshot(tmp_path, "n0") == snapshot
+    assert node_snapshot(tmp_path, "n9") is None
+    assert node_snapshot(tmp_path, "../manifest") is None
     found = bundles(tmp_path)
     assert [bundle.number for bundle in found] == list(range(4, MAX_BUNDLES + 4))
     assert found[0].nodes == ["n0"]

@@ -388,10 +388,11 @@ class Rounds:
 
 
 def _change_in_words(old: RoundMembers | None, new: RoundMembers) -> str:
-    """Describe the difference between two rounds; empty if there is none."""
-    if old is None:
-        return ""
-    before: set[NodeId] = set(old.rank_of)
+    """Describe the difference between two rounds; empty if there is none.
+
+    All members of a first round have joined, so the events tell who was in each round.
+    """
+    before: set[NodeId] = set(old.rank_of) if old is not None else set()
     after: set[NodeId] = set(new.rank_of)
     parts = []
     if after - before:

@@ -1,5 +1,6 @@
 """The status of a job, as people and tools read it."""
 
+from collections.abc import Mapping
 from typing import Literal
 
 from dlrover_py.master.core.checkpoints import Checkpoints
@@ -188,6 +189,7 @@ class StatusReport:
             warm=report is not None and report.warm,
             step=report.progress.step if report and report.progress else None,
             steps_per_s=report.progress.steps_per_s if report and report.progress else 0.0,
+            data_wait=_data_wait(report.progress.spent) if report and report.progress else 0.0,
             memory_step=_newest_step(report, replica=False),
             copy_step=_newest_step(report, replica=True),
             memory_bytes=load.memory_bytes if load else 0,
@@ -402,6 +404,12 @@ def held_checkpoints(known: Checkpoints) -> list[HeldCheckpoint]:
             )
         )
     return found
+
+
+def _data_wait(spent: Mapping[str, float]) -> float:
+    """Return the share of the time of the steps that was waited for data, from 0 to 1."""
+    run_s = spent.get("run", 0.0)
+    return round(min(1.0, spent.get("data", 0.0) / run_s), 3) if run_s else 0.0
 
 
 def _newest_step(report: AgentReport | None, *, replica: bool) -> int | None:

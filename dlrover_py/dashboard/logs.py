@@ -1,0 +1,89 @@
+"""The newest output of workers as it grows: which lines are new."""
+
+import asyncio
+import re
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+
+from dlrover_py.protocol.errors import DLRoverError
+
+PING_S = 20.0
+"""Seconds without a new line after which an empty change is yielded, so that a stream stays
+open."""
+QUIET = 2
+"""Factor of the pause after a look that has found no new line."""
+LINES_ADDED = 2000
+"""Most lines that a page gets after each other. Then it gets the newest ones in place of all."""
+_ORIGIN = re.compile(r"\[[^\]\n]* rank (\d{1,9})(?: err)?\] ")
+"""The beginning of a line: the node, the round, the rank and the stream that it is from."""
+
+
+def ranks_in(lines: Iterable[str]) -> set[int]:
+    """Return the global ranks from which lines are."""
+    return {int(found[1]) for line in lines if (found := _ORIGIN.match(line))}
+
+
+def added(before: Sequence[str], now: Sequence[str]) -> list[str]:
+    """Return the lines that are new, of two looks at the newest lines of some files.
+
+    The lines of each file are compared on their own: the last ones of the first look are searched
+    in the second one. What is behind them is new.
+
+    Args:
+        before: Lines of the first look, each with its origin.
+        now: Lines of the second look.
+    """
+    old, new = _by_origin(before), _by_origin(now)
+    return [line for origin, lines in new.items() for line in _behind(old.get(origin, []), lines)]
+
+
+def _by_origin(lines: Sequence[str]) -> dict[str, list[str]]:
+    """Return the lines of each file, in their order."""
+    found: dict[str, list[str]] = {}
+    for line in lines:
+        origin = _ORIGIN.match(line)
+        found.setdefault(origin[0] if origin else "", []).append(line)
+    return found
+
+
+def _behind(before: list[str], now: list[str]) -> list[str]:
+    """Return the lines behind the longest stretch of ``now`` with which ``before`` ends."""
+    longest, end = 0, 0
+    for i in range(1, len(now) + 1):
+        length = min(i, len(before))
+        if length > longest and now[i - length : i] == before[-length:]:
+            longest, end = length, i
+    return now[end:]
+
+
+async def changes(
+    tail: Callable[[], Awaitable[Sequence[str]]], poll_s: float, closing: asyncio.Event
+) -> AsyncGenerator[tuple[Sequence[str], bool], None]:
+    """Yield lines, and whether they take the place of all others; no lines now and then.
+
+    Args:
+        tail: Returns the newest lines.
+        poll_s: Seconds between two looks.
+        closing: Ends it once it is set.
+    """
+    shown = await tail()
+    yield shown, True
+    count, quiet_s = 0, 0.0
+    while not closing.is_set():
+        pause_s = poll_s * (QUIET if quiet_s else 1)
+        try:
+            await asyncio.wait_for(closing.wait(), pause_s)
+            return
+        except TimeoutError:
+            pass
+        try:
+            now = await tail()
+        except DLRoverError:  # the next look may succeed; the page says so elsewhere
+            continue
+        new = added(shown, now)
+        shown, count = now, count + len(new)
+        if count > LINES_ADDED:
+            count = 0
+            yield shown, True
+        elif new or (quiet_s := quiet_s + pause_s) >= PING_S:
+            quiet_s = 0.0
+            yield new, False

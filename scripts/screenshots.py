@@ -1,0 +1,148 @@
+"""Take the pictures of the dashboard in docs/img anew, from a real job on this machine.
+
+    python scripts/screenshots.py [FOLDER]
+
+The job trains on simulated hosts. A worker is killed, the job is scaled, and stacks are taken. It
+needs Chromium and the packages of the browser tests, and takes about two minutes. Look at the
+pictures before you commit them: nothing checks what they show.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from playwright.sync_api import Page, expect, sync_playwright
+
+ROOT = Path(__file__).resolve().parents[1]
+DLROVER = str(Path(sys.executable).with_name("dlrover"))
+NAME, WIDTH = "gpt-small", 1100
+SCRIPT = """
+import math, os, time
+import torch
+import torch.distributed as dist
+from dlrover_py.trainer import Checkpointer, session
+
+dist.init_process_group("gloo")
+state = {"step": 0, "w": torch.zeros(200_000)}
+with Checkpointer("store", every=25, persist_every=150) as checkpointer:
+    checkpointer.load(state)
+    while not checkpointer.should_stop:
+        state["step"] += 1
+        step = state["step"]
+        time.sleep(0.05)
+        session.report_step(step, 3000, loss=2.5 * math.exp(-step / 300) + 0.3)
+        checkpointer.save(step, state)
+        if step % 20 == 0:
+            print(f"step {step}: loss {2.5 * math.exp(-step / 300) + 0.3:.3f}", flush=True)
+"""
+JOB = f"""
+apiVersion: elastic.iml.github.io/v1alpha1
+kind: ElasticJob
+metadata:
+  name: {NAME}
+spec:
+  replicaSpecs:
+    worker:
+      replicas: 2
+      minReplicas: 1
+      maxReplicas: 3
+      template:
+        spec:
+          containers:
+            - name: main
+              image: unused
+              command: ["elastic-run", "train.py"]
+"""
+
+
+def main() -> int:
+    """Run the job, take the pictures, and end the job; return the exit status."""
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs/img"
+    with tempfile.TemporaryDirectory(prefix="screenshots-") as place:
+        work = Path(place)
+        (work / "train.py").write_text(SCRIPT)
+        (work / "job.yaml").write_text(JOB)
+        folders = [f"DLROVER_STATE_DIR={work}/state", f"DLROVER_RUNTIME_DIR={work}/r"]
+        dlrover = ["env", *folders, DLROVER, "job"]
+        command = [*dlrover, "run", "job.yaml", "--nodes=3", "--json", "--dashboard"]
+        run = subprocess.Popen(
+            command, cwd=work, text=True, stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+        try:
+            assert run.stderr is not None
+            link = next(
+                found[1]
+                for line in run.stderr
+                if (found := re.search(r"the dashboard is at (\S+)", line))
+            )
+            chromium = shutil.which("chromium") or shutil.which("google-chrome")
+            flags = ["--no-sandbox"] if os.getuid() == 0 else []
+            with sync_playwright() as play:
+                browser = play.chromium.launch(executable_path=chromium, args=flags)
+                page = browser.new_page(viewport={"width": WIDTH, "height": 900})
+                expect.set_options(timeout=120_000)
+                take(page, link, folder, dlrover)
+                browser.close()
+        finally:
+            run.send_signal(signal.SIGINT)
+            run.wait(60)
+    return 0
+
+
+def take(page: Page, link: str, folder: Path, dlrover: list[str]) -> None:
+    """Drive the job from its page, and take the pictures.
+
+    Args:
+        page: page of a browser.
+        link: link to the page of the job.
+        folder: folder of the pictures.
+        dlrover: beginning of a command about the job.
+    """
+    page.goto(link)
+    expect(page.locator("#checkpoints tr")).to_have_count(4)
+    described = subprocess.run(
+        [*dlrover, "describe", NAME, "--json"],
+        capture_output=True, check=True,
+    )  # fmt: skip
+    nodes = json.loads(described.stdout)["status"]["nodes"]
+    os.kill(nodes[1]["pids"][0], signal.SIGKILL)
+    expect(page.locator("#rounds svg[role=img]")).to_contain_text("round 2")
+    expect(page.locator("#head dt:text('newest checkpoint') + dd")).to_contain_text("step")
+    expect(page.locator("#checkpoints")).to_contain_text("2 of 2 members")
+    page.get_by_role("spinbutton", name="nodes").fill("3")
+    page.get_by_role("button", name="Scale").click()
+    expect(page.locator("#rounds svg[role=img]")).to_contain_text("round 3")
+    expect(page.locator("#checkpoints")).to_contain_text("3 of 3 members")
+    page.get_by_role("button", name="Take stacks").click()
+    expect(page.locator("#stacks pre")).to_contain_text("ranks")
+    expect(page.get_by_role("img", name=re.compile("3 nodes: trains"))).to_be_visible()
+    page.wait_for_timeout(6000)  # the pictures change every five seconds
+    page.evaluate("scrollTo(0, 0)")
+    end = page.locator("#time").bounding_box()
+    assert end is not None
+    height = end["y"] + end["height"] + 24  # the rest of the page is tables and curves
+    page.screenshot(
+        path=folder / "dashboard.png",
+        full_page=True,
+        clip={"x": 0, "y": 0, "width": WIDTH, "height": height},
+    )
+    page.get_by_role("link", name="n1", exact=True).click()
+    expect(page.locator("#log")).to_contain_text("loss")
+    page.screenshot(path=folder / "dashboard-node.png", full_page=True)
+    page.get_by_role("link", name="Jobs").click()
+    expect(page.locator(".phase")).to_have_text("Running")
+    page.screenshot(
+        path=folder / "dashboard-jobs.png", clip={"x": 0, "y": 0, "width": WIDTH, "height": 260}
+    )
+    page.goto("about:blank")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
