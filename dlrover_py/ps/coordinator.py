@@ -22,12 +22,14 @@ from dlrover_py.protocol.errors import (
     TransientError,
 )
 from dlrover_py.ps import messages as m
+from dlrover_py.ps.balance import LEAST_GAIN, BucketLoads
 from dlrover_py.ps.cluster_map import ClusterMap, CutPlace
 from dlrover_py.ps.cuts import CutDirectory, SavedCut
 from dlrover_py.ps.map_store import MapStore, MapTooLargeError
 from dlrover_py.ps.meetings import Meetings
-from dlrover_py.ps.planner import Planner, PlanRules
+from dlrover_py.ps.planner import Planner, PlanRules, foresee
 from dlrover_py.ps.specs import Consistency, ConsistencyKind
+from dlrover_py.ps.spread import unevenness_of
 from dlrover_py.ps.steps import StepGroup
 from dlrover_py.ps.wire import MAX_BODY_BYTES, JobAccess, WireError, decode, new_context, send
 
@@ -147,6 +149,8 @@ class Coordinator:
         """What is sent to a connection when the map is stored of which it speaks."""
         self.loads: dict[str, m.Load] = {}
         """What each server has said last of its load."""
+        self.bucket_loads = BucketLoads(now)
+        """What workers have asked of each bucket lately."""
         self._present: frozenset[str] | None = None
         """The servers that exist; None if nobody has said so."""
         self._ended = False
@@ -196,6 +200,7 @@ class Coordinator:
         self.planner.tick(heard)
         known = self.planner.map
         self.planner.step(*self._group.plan(known.steps, known.clients, heard))
+        self._even(self.bucket_loads.tick(self.planner.map, heard))
         self.loads = {one: self.loads[one] for one in self.loads.keys() & known.servers.keys()}
         self._routes = {route: at for route, at in self._routes.items() if heard - at < FORGET_S}
         if self._cut is not None and any(one.lost for one in self.planner.map.placements):
@@ -243,6 +248,17 @@ class Coordinator:
         self._ended = True
         for route in self._routes:
             self._send(route, m.JobEnded())
+
+    def _even(self, weights: tuple[int, ...] | None) -> None:
+        """Even the servers by some weights, if that makes a difference."""
+        if weights is None:
+            return
+        foreseen = foresee(self.planner.map, self.planner.rules, weights)
+        now, later = unevenness_of(self.planner.map, weights), unevenness_of(foreseen, weights)
+        if now - later > LEAST_GAIN:
+            self.planner.weigh(weights)
+            fields = {"busiest": round(now, 2), "expected": round(later, 2)}
+            _LOG.info("buckets move to even the servers", extra={"fields": fields})
 
     def _disconnect(self) -> None:
         """Close all connections. Their other ends connect again, perhaps to another coordinator."""
@@ -315,6 +331,7 @@ class Coordinator:
             case m.Load():
                 if message.server in planner.map.servers:
                     self.loads[message.server] = message
+                    self.bucket_loads.heard(message.server, message.bucket_rows, planner.map)
                 return
             case m.CutPart():
                 self._on_part(message)

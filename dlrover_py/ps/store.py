@@ -374,5 +374,16 @@ class Store:
             chosen.append((name, part))
         return chosen
 
+    def bucket_counts(self, payload: Payload) -> Ids:
+        """Return the number of ids of a payload in each bucket. What is no id counts nothing."""
+        counts = np.zeros(self.buckets, np.int64)
+        for name, arrays in payload:
+            if name in self.tables and arrays:
+                ids = arrays[0]
+                if ids.dtype == np.int64 and ids.ndim == 1:
+                    found = self._buckets_of(self.tables[name], ids)
+                    counts += np.bincount(found, minlength=self.buckets)
+        return counts
+
     def _buckets_of(self, table: Table, ids: Array) -> Ids:
         return bucket_of(ids.view(np.int64), table.salt, self.buckets)
