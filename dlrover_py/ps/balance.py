@@ -22,8 +22,8 @@ PAUSE_S = 60.0
 """Least seconds between two decisions."""
 LEAST_GAIN = 0.05
 """Least decrease of the busiest server's load, as a part of the mean, for which buckets move."""
-MIN_ROWS = 1000.0
-"""Rows of all servers below which loads say nothing, as counted at the end of a window."""
+MIN_RATE = 100.0
+"""Rows per second of all servers below which loads say nothing."""
 SCALE = 1000
 """Weight of a bucket with the mean load."""
 
@@ -40,8 +40,12 @@ class BucketLoads:
         self._rows: list[float] = []
         self._ends_at, self._uneven = now + WINDOW_S, 0
         self._not_before = now
+        self._seconds = 0.0
+        """How long was counted, in seconds that weigh as much as the rows."""
         self._weighed: tuple[int, ...] = ()
         """The weights at the last end of a window."""
+        self.rates: tuple[float, ...] | None = None
+        """Rows per second of each bucket at the last end of a window; None before the first."""
 
     def heard(self, server: str, counts: Iterable[tuple[int, int]], known: ClusterMap) -> None:
         """Take in what a server has counted since its last message.
@@ -59,10 +63,7 @@ class BucketLoads:
 
     @property
     def weights(self) -> tuple[int, ...]:
-        """How much each bucket counts, by what was measured; empty if that is too little.
-
-        The mean is :data:`SCALE`. Each is at least 1, so that unused buckets are spread, too.
-        """
+        """How much each bucket counts: see :func:`weights_of`."""
         return self._weighed
 
     def tick(self, known: ClusterMap, now: float) -> tuple[int, ...] | None:
@@ -77,8 +78,10 @@ class BucketLoads:
         if now < self._ends_at:
             return None
         self._ends_at = now + WINDOW_S
-        self._weighed = _weights(self._rows)
-        self._rows = [rows / 2 for rows in self._rows]
+        self._seconds += WINDOW_S
+        self.rates = tuple(rows / self._seconds for rows in self._rows)
+        self._weighed = weights_of(self.rates)
+        self._rows, self._seconds = [rows / 2 for rows in self._rows], self._seconds / 2
         rests = known.cut is None and not any(
             one.learner or one.loading or one.lost for one in known.placements
         )
@@ -93,9 +96,13 @@ class BucketLoads:
         return self._weighed
 
 
-def _weights(rows: Sequence[float]) -> tuple[int, ...]:
-    total = sum(rows)
-    if total < MIN_ROWS:
+def weights_of(rates: Sequence[float]) -> tuple[int, ...]:
+    """Return how much each bucket counts, by its rows per second; empty if these are too few.
+
+    The mean is :data:`SCALE`. Each is at least 1, so that unused buckets are spread, too.
+    """
+    total = sum(rates)
+    if total < MIN_RATE:
         return ()
-    mean = total / len(rows)
-    return tuple(max(1, round(SCALE * one / mean)) for one in rows)
+    mean = total / len(rates)
+    return tuple(max(1, round(SCALE * one / mean)) for one in rates)

@@ -140,6 +140,10 @@ class Planner:
         self._set(weights=tuple(weights))
         self._plan()
 
+    def rebalanced(self, request: str) -> None:
+        """Note that a request of a user to even the servers is answered."""
+        self._set(rebalanced=request)
+
     def create_table(self, spec: TableSpec) -> None:
         """Add a table, if it does not exist.
 
@@ -409,7 +413,7 @@ class Planner:
         """
         moves = sum(one.replacing is not Replacing.NOTHING for one in placements)
         changed = False
-        for bucket in spread.order:
+        for bucket in spread.order(coarse=coarse):
             one = placements[bucket]
             if moves >= self.rules.moves or not targets:
                 return True

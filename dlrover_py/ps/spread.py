@@ -87,13 +87,16 @@ class Spread:
         self._mean_led = sum(self._weights) / count
         self._mean_copies = self.copies.total() / count
 
-    @property
-    def order(self) -> list[int]:
-        """The buckets in the order in which they should move: heavy ones first."""
+    def order(self, *, coarse: bool) -> list[int]:
+        """Return the buckets in the order in which they should move.
+
+        Heavy ones come first. With ``coarse``, all are heavier than half of the gap between two
+        servers. The lightest one is then next to the half.
+        """
         buckets = range(len(self._weights))
         if not self._measured:
             return list(buckets)
-        return sorted(buckets, key=lambda bucket: -self._weights[bucket])
+        return sorted(buckets, key=lambda one: self._weights[one] * (1 if coarse else -1))
 
     def lead(self, server: str, bucket: int) -> None:
         """Note that a server gets a bucket that no running server has."""

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from dlrover_py.ps.balance import MIN_ROWS, PAUSE_S, WINDOW_S, WINDOWS, BucketLoads
+from dlrover_py.ps.balance import MIN_RATE, PAUSE_S, WINDOW_S, WINDOWS, BucketLoads
 from dlrover_py.ps.cluster_map import AckMode, ClusterMap
 from dlrover_py.ps.hashing import bucket_of, salt_of
 from dlrover_py.ps.planner import Planner, PlanRules, foresee
@@ -154,7 +154,7 @@ def test_a_server_that_comes_gets_its_part_of_the_load() -> None:
     assert ratio(plan, chances) <= 1.10
 
 
-@pytest.mark.parametrize("rows", [0, int(MIN_ROWS / 2)])
+@pytest.mark.parametrize("rows", [0, int(MIN_RATE * WINDOW_S / 2)])
 def test_few_rows_say_nothing(rows: int) -> None:
     traffic = Traffic(planner(2, 4), np.array([1.0, 0, 0, 0]), rows)
     assert sum(traffic.windows(10)) == 0
