@@ -238,6 +238,7 @@ class ParameterServer:
 
     def _receive(self, socket: Any, *, from_coordinator: bool) -> None:
         """Take what has come, a few messages at most, so that no socket waits for another."""
+        self._store.now = time.monotonic()
         for _ in range(32):
             try:
                 frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
