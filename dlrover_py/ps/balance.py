@@ -18,8 +18,9 @@ UNEVEN = 1.25
 """Load of the busiest server, as a multiple of the mean, from which servers are evened.
 
 It is well above ``spread.ENOUGH``, at which moves end."""
-PAUSE_S = 60.0
-"""Least seconds between two decisions."""
+PAUSE_S, MAX_PAUSE_S = 60.0, 3600.0
+"""Least seconds between two decisions. While servers stay uneven, each pause is twice the last one,
+up to the second number: what does not help is not tried again and again."""
 LEAST_GAIN = 0.05
 """Least decrease of the busiest server's load, as a part of the mean, for which buckets move."""
 MIN_RATE = 100.0
@@ -39,7 +40,7 @@ class BucketLoads:
         """
         self._rows: list[float] = []
         self._ends_at, self._uneven = now + WINDOW_S, 0
-        self._not_before = now
+        self._not_before, self._pause_s = now, PAUSE_S
         self._seconds = 0.0
         """How long was counted, in seconds that weigh as much as the rows."""
         self._weighed: tuple[int, ...] = ()
@@ -90,9 +91,12 @@ class BucketLoads:
             return None
         uneven = unevenness_of(known, self._weighed) > UNEVEN
         self._uneven = self._uneven + 1 if uneven else 0
+        if not uneven:
+            self._pause_s = PAUSE_S
         if self._uneven < WINDOWS or now < self._not_before:
             return None
-        self._uneven, self._not_before = 0, now + PAUSE_S
+        self._uneven, self._not_before = 0, now + self._pause_s
+        self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
         return self._weighed
 
 

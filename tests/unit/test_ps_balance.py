@@ -221,6 +221,8 @@ def test_one_bucket_that_is_too_heavy_moves_nothing_again_and_again() -> None:
     settled = traffic.plan.map.placements
     assert {one.primary for one in settled[1:]}.isdisjoint({settled[0].primary})
     assert sum(traffic.windows(30)) == 0
+    assert sum(traffic.windows(330)) == 0
+    assert traffic.decisions <= 7, "an hour, and the pauses grow"
 
 
 def test_without_weights_an_old_map_can_be_read() -> None:
