@@ -1,4 +1,4 @@
-"""Measures the parameter server: rows per second, the cost of copies, and a killed server.
+"""Measures the parameter server: rows per second, copies, a killed server, and uneven loads.
 
     python benchmarks/parameter_server.py            # a table
     python benchmarks/parameter_server.py --quick    # fewer repetitions
@@ -24,11 +24,14 @@ import numpy as np
 
 from dlrover_py.ps import specs
 from dlrover_py.ps.client import PsClient, connect
+from dlrover_py.ps.cluster_map import ClusterMap
 from dlrover_py.ps.codecs import decode, encode
+from dlrover_py.ps.hashing import bucket_of, salt_of
 from dlrover_py.ps.local import LocalServers
-from dlrover_py.ps.planner import PlanRules
+from dlrover_py.ps.planner import Planner, PlanRules, foresee
 from dlrover_py.ps.specs import Formats, RowFormat, TableSpec
-from dlrover_py.ps.store import Table
+from dlrover_py.ps.spread import unevenness_of
+from dlrover_py.ps.store import Store, Table
 
 DIM = 64
 TABLE = TableSpec("t", DIM, specs.adagrad(0.01), specs.uniform(-0.1, 0.1))
@@ -91,6 +94,44 @@ def push_rate(replicas: int, times: int, formats: Formats | None = None) -> floa
                 client.pull({"t": ids}).result()
                 client.push({"t": (ids, grads)}).result()
             rates.append(ROWS / (time.perf_counter() - start) / 1e3)
+    return statistics.median(rates)
+
+
+def evened(buckets: int, servers: int = 8) -> tuple[float, float, int]:
+    """Even servers under the traffic of Zipf(1.1) on a million ids, each request counted.
+
+    Returns:
+        The load of the busiest server as a multiple of the mean, before and after, and the number
+        of buckets that were copied.
+    """
+    ids = 1_000_000
+    chances = 1 / np.arange(1, ids + 1, dtype=np.float64) ** 1.1
+    found = bucket_of(np.arange(ids, dtype=np.int64), salt_of("user"), buckets)
+    shares = np.bincount(found, chances / chances.sum(), buckets)
+    weights = [max(1, round(1000 * buckets * share)) for share in shares]
+    rules = PlanRules(buckets=buckets, servers=servers)
+    plan = Planner(ClusterMap("j"), rules, 0.0)
+    for index in range(servers):
+        plan.heard(f"ps{index}", "", 0.0)
+    later = foresee(plan.map, rules, weights)
+    copied = sum(
+        set(old.members) != set(new.members)
+        for old, new in zip(plan.map.placements, later.placements, strict=True)
+    )
+    before, after = (unevenness_of(known, shares.tolist()) for known in (plan.map, later))
+    return before, after, copied
+
+
+def counting_rate(times: int) -> float:
+    """Return millions of rows per second of which one core counts the buckets."""
+    store, (parts, _) = Store(1024), batches()
+    store.add([TABLE])
+    rates = []
+    for _ in range(times):
+        start = time.thread_time()
+        for ids in parts:
+            store.bucket_counts([("t", [ids])])
+        rates.append(ROWS / (time.thread_time() - start) / 1e6)
     return statistics.median(rates)
 
 
@@ -166,6 +207,16 @@ def disturbed(times: int) -> tuple[float, float, float]:
     return statistics.median(kills), moves, calm
 
 
+def evenness_row(buckets: int) -> Row:
+    """Return the row about uneven loads with a number of buckets."""
+    before, after, copied = evened(buckets)
+    return row(
+        f"Zipf(1.1), 8 servers, {buckets} buckets: busiest server / mean", "≤ 1.10",
+        f"{after:.2f}", after <= 1.10, 1,
+        f"{before:.2f} by hash alone; {copied} buckets are copied",
+    )  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
@@ -190,6 +241,9 @@ def main() -> None:
         *(row(f"to {one} and back, one core", "–", f"{codec_rate(one, 9 * times):.1f} M rows/s",
               None, 9 * times, f"{bytes_of(one)} bytes a row")
           for one in (RowFormat.FP16, RowFormat.BF16, RowFormat.INT8)),
+        *(evenness_row(buckets) for buckets in (64, 256, 1024)),
+        row("counting the rows of each bucket, one core", "–",
+            f"{counting_rate(9 * times):.0f} M rows/s", None, 9 * times, "for each request"),
         row("kill -9 of a server under load: longest wait for a push", "≤ 0.5 s",
             f"{killed:.2f} s", killed <= 0.5, times),
         row("2 → 4 → 3 servers under load: longest wait for a push", "–", f"{moved:.2f} s", None, 1,

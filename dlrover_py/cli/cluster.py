@@ -623,6 +623,45 @@ class ClusterJob:
         self._patch({"spec": {"storeCheckpoint": at}})
         return f"the newest checkpoint of {self.name} is being stored"
 
+    def even_servers(self, at: str) -> str:
+        """Request that the servers of a parameter server are evened; return a sentence about it.
+
+        Args:
+            at: text that no earlier request had, such as the time.
+
+        Raises:
+            ConfigError: the job has ended, or has no servers, or its spec cannot be used.
+            DLRoverError: the API server refuses the change, or does not answer.
+        """
+        if _ended(self.obj):
+            raise ConfigError(f"{self.name} has ended: it has no servers any more")
+        ElasticJob.read(self.obj).with_evened_servers(at)
+        self._patch({"spec": {"rebalanceServers": at}})
+        return f"the servers of {self.name} are being evened"
+
+    def drain_server(self, server: str) -> str:
+        """Delete the Pod of a server, which gives its rows away first; return a sentence about it.
+
+        Args:
+            server: id of the node.
+
+        Raises:
+            ConfigError: the job has no such Pod.
+            DLRoverError: the API server refuses the deletion, or does not answer.
+        """
+        self._cluster.run(self._drain(server))
+        return f"{server} was asked to leave"
+
+    async def _drain(self, server: str) -> None:
+        name = f"{self.name}-{server}"
+        with contextlib.suppress(NotFoundError):
+            pod = await self._kube.get(PODS, name, self.namespace)
+            if _is_owned(pod, self.obj["metadata"]["uid"]):
+                uid = pod["metadata"]["uid"]
+                await self._kube.delete(PODS, name, self.namespace, uid=uid)
+                return
+        raise ConfigError(f"{self.name} has no Pod {name}: expected a server of `dlrover ps map`")
+
     def evidence(self) -> list[EvidenceManifest]:
         """Return the newest snapshot as a bundle; empty if none was taken."""
         status = self.load_view().status

@@ -22,6 +22,7 @@ from dlrover_py.cli import (
     local_jobs,
     locate,
     runs,
+    server_map,
     view,
 )
 from dlrover_py.cli.cache import cache
@@ -39,13 +40,17 @@ from dlrover_py.protocol.job import CLUSTER_ONLY, INERT, ElasticJob
 from dlrover_py.protocol.names import NODE_ID, ROLE_WORKER, SERVER_PREFIX
 from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.sdk import MAX_LOADER_WORKERS, MAX_MICRO_BATCH
-from dlrover_py.protocol.status import JobPhase, date_time
+from dlrover_py.protocol.status import JobPhase, TablesStatus, date_time
 from dlrover_py.protocol.words import counted
 
 SNAPSHOT_S = 60.0
 """Seconds that ``dlrover job stacks`` waits for the result."""
 
+REBALANCE_S = 60.0
+"""Seconds that ``dlrover ps rebalance`` waits for the answer."""
+
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 
 class _NamesJobByFlag(click.Command):
@@ -747,18 +752,188 @@ def stats(name: str | None, as_json: bool, target: Target) -> None:
     """
     with selected_job(target, name, quiet=as_json) as job:
         job_view = job.load_view()
-    tables = job_view.status.tables if job_view.status is not None else None
-    if tables is None:
-        raise ConfigError(
-            f"job {job_view.name}: expected a job with the role ps whose master runs, found no "
-            "news of its servers"
-        )
+    tables = _tables(job_view)
     if as_json:
         click.echo(tables.model_dump_json())
         return
     console = Console(highlight=False, soft_wrap=True, width=_width() or 200)
     console.print(f"{job_view.name}: {view.tables_words(tables)}", markup=False)
     console.print(view.loads_table(tables))
+
+
+@ps.command("map")
+@job_name
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+@target_options
+def show_map(name: str | None, as_json: bool, target: Target) -> None:
+    """Show which server leads which buckets of a job's tables, or has copies, and their load.
+
+    ASKED/S is rows per second in the last half minute, and OF MEAN compares it with the mean of the
+    servers. With more than 512 buckets, they are counted and not listed.
+
+    \f
+
+    Args:
+        name: name of the job; None for the only one.
+        as_json: print JSON instead of text.
+        target: cluster that the flags name.
+
+    Raises:
+        ConfigError: there is no such job, or its servers have not been heard.
+        DLRoverError: the job's cluster refuses a call, or does not answer.
+    """
+    with selected_job(target, name, quiet=as_json) as job:
+        job_view = job.load_view()
+    tables = _tables(job_view)
+    if as_json:
+        click.echo(json.dumps(server_map.document(tables)))
+        return
+    console = Console(highlight=False, soft_wrap=True, width=_width() or 200)
+    console.print(f"{job_view.name}: {view.tables_words(tables)}", markup=False)
+    console.print(server_map.table(tables))
+
+
+@ps.command()
+@job_name
+@click.option("--dry-run", is_flag=True, help="Show what would move, and change nothing.")
+@target_options
+def rebalance(name: str | None, dry_run: bool, target: Target) -> None:
+    """Even the servers of a job by their loads now, and say what follows.
+
+    The coordinator does so by itself when the busiest server has more than 1.25 times the mean for
+    half a minute. Buckets move a few at a time while training goes on.
+
+    \f
+
+    Args:
+        name: name of the job; None for the only one.
+        dry_run: show what would move, and change nothing.
+        target: cluster that the flags name.
+
+    Raises:
+        ConfigError: there is no such job, it has no servers that were heard, or with ``dry_run``
+            the loads of buckets are not known.
+        UnreachableError: the job's coordinator has not answered within `REBALANCE_S`.
+        DLRoverError: the job's cluster refuses a call, or does not answer.
+    """
+    at = date_time(view.now())
+    with selected_live_job(target, name) as job:
+        job_view = job.load_view()
+        _tables(job_view)
+        if dry_run and job_view.status is not None:
+            plan = server_map.foreseen(job_view.status)
+            click.echo(f"{job.name}: {plan.words}")
+            for move in plan.moves:
+                click.echo(f"  {move.words}")
+            return
+        job.even_servers(at)
+        name = job.name
+
+    def answer(tables: TablesStatus) -> str:
+        answered = tables.rebalanced
+        return answered.words if answered is not None and answered.request == at else ""
+
+    words = _until(target, name, answer, REBALANCE_S)
+    if not words:
+        raise UnreachableError(
+            f"{name}: no answer within {REBALANCE_S:g} s; the request stays open: see "
+            "`dlrover ps map`"
+        )
+    click.echo(view.plain(f"{name}: {words}"))
+
+
+@ps.command(cls=_NamesJobByFlag)
+@click.argument("server_id", metavar="SERVER")
+@of_job
+@click.option(
+    "--timeout",
+    type=Real(0, 86_400),
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Longest time to wait. The server leaves after it all the same.",
+)
+@target_options
+def drain(server_id: str, name: str | None, timeout: float, target: Target) -> None:
+    """Move all buckets away from a server, which then ends, and wait for that.
+
+    No row is lost, and training goes on. Another server takes its place, if a host has room. On
+    this machine, the host of the server takes no other node: `dlrover node add` adds one.
+
+    \f
+
+    Args:
+        server_id: id of the server, such as ``ps1``.
+        name: name of the job; None for the only one.
+        timeout: longest time to wait, in seconds.
+        target: cluster that the flags name.
+
+    Raises:
+        ConfigError: there is no such job or server.
+        UnreachableError: the server has not left in time.
+        DLRoverError: the job's cluster refuses a call, or does not answer.
+    """
+    with selected_live_job(target, name) as job:
+        known = [one.id for one in _tables(job.load_view()).servers]
+        if server_id not in known:
+            raise ConfigError(
+                f"{job.name} has no server {server_id}: expected one of {', '.join(known)}"
+            )
+        click.echo(job.drain_server(server_id), err=True)
+        name = job.name
+
+    def left(tables: TablesStatus) -> bool:
+        return server_id not in [one.id for one in tables.servers]
+
+    if not _until(target, name, left, timeout):
+        raise UnreachableError(
+            f"{name}: {server_id} still has buckets after {timeout:g} s, and goes on leaving; see "
+            "`dlrover ps map`"
+        )
+    click.echo(f"{name}: {server_id} has left")
+
+
+def _tables(job_view: view.JobView) -> TablesStatus:
+    """Return what is known of a job's tables.
+
+    Raises:
+        ConfigError: nothing is known.
+    """
+    tables = job_view.status.tables if job_view.status is not None else None
+    if tables is None:
+        raise ConfigError(
+            f"job {job_view.name}: expected a job with the role ps whose master runs, found no "
+            "news of its servers"
+        )
+    return tables
+
+
+def _until(
+    target: Target, name: str, look: Callable[[TablesStatus], T], within_s: float
+) -> T | None:
+    """Look at the tables of a job until something is true of them; return that, or the last value.
+
+    Args:
+        target: cluster that the flags name.
+        name: name of the job.
+        look: the question.
+        within_s: longest time to wait, in seconds.
+
+    Raises:
+        ConfigError: there is no such job any more.
+        DLRoverError: the job's cluster refuses a call, or does not answer.
+    """
+    deadline, pause = time.monotonic() + within_s, threading.Event()
+    while True:
+        # A job of a cluster is read anew each time: its handle has the object of the beginning.
+        with selected_job(target, name, quiet=True) as found:
+            status = found.load_view().status
+        answer = look(status.tables) if status is not None and status.tables is not None else None
+        if answer or time.monotonic() >= deadline:
+            return answer
+        if status is not None and status.phase.ended:
+            raise ConfigError(f"{name} has ended; see `dlrover job describe`")
+        pause.wait(0.2)
 
 
 @job.command()

@@ -417,6 +417,12 @@ class RunningJob:
     def store_checkpoint(self, at: str) -> str:  # noqa: D102
         return self.request(f"/v1/checkpoint?at={at}")
 
+    def even_servers(self, at: str) -> str:  # noqa: D102
+        return self.request(f"/v1/rebalance?at={at}")
+
+    def drain_server(self, server: str) -> str:  # noqa: D102
+        return self.request(f"/v1/nodes/{server}/drain")
+
     def tune(
         self, *, micro_batch: int | None, loader_workers: int | None, auto: bool | None
     ) -> str:

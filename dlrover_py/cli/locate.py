@@ -147,6 +147,32 @@ class LiveJobHandle(JobHandle, Protocol):
             DLRoverError: the job's cluster refuses the change, or does not answer.
         """
 
+    def even_servers(self, at: str) -> str:
+        """Request that the servers of a parameter server are evened; return a sentence about it.
+
+        It returns when the request is accepted. The status has the answer later.
+
+        Args:
+            at: text that no earlier request had, such as the time.
+
+        Raises:
+            ConfigError: the job has ended, or has no servers.
+            DLRoverError: the job's cluster refuses the change, or does not answer.
+        """
+
+    def drain_server(self, server: str) -> str:
+        """Have a server give its rows away and end; return a sentence about the request.
+
+        It returns when the request is accepted. Another server takes its place, if there is room.
+
+        Args:
+            server: id of the node.
+
+        Raises:
+            ConfigError: the job has ended, or has no such server.
+            DLRoverError: the job's cluster refuses the change, or does not answer.
+        """
+
     def tune(
         self, *, micro_batch: int | None, loader_workers: int | None, auto: bool | None
     ) -> str:

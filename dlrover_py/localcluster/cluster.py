@@ -939,6 +939,11 @@ def api(cluster: LocalCluster) -> FastAPI:
         cluster.replace_job(cluster.job.with_stored_checkpoint(at))
         return done(f"the newest checkpoint of {cluster.job.metadata.name} is being stored")
 
+    @app.post("/v1/rebalance")
+    async def rebalance(at: str) -> Response:
+        cluster.replace_job(cluster.job.with_evened_servers(at))
+        return done(f"the servers of {cluster.job.metadata.name} are being evened")
+
     @app.post("/v1/tune")
     async def tune(
         micro_batch: int | None = None, loader_workers: int | None = None, auto: bool | None = None

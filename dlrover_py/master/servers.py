@@ -10,8 +10,8 @@ import logging
 import socket
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +21,12 @@ from dlrover_py.master.pauses import pause_s
 from dlrover_py.protocol.errors import TransientError
 from dlrover_py.protocol.job import ElasticJob, ServerSpec
 from dlrover_py.protocol.names import NodeId, id_key
-from dlrover_py.protocol.status import ServerLoad, TablesStatus
+from dlrover_py.protocol.status import (
+    MAX_LISTED_BUCKETS,
+    RebalanceAnswer,
+    ServerLoad,
+    TablesStatus,
+)
 
 if TYPE_CHECKING:
     from dlrover_py.ps.cluster_map import ClusterMap
@@ -135,6 +140,7 @@ class ServerMap:
                 if present is not None and present is not told:
                     told = present
                     coordinator.present(frozenset(present.nodes), present.desired)
+                    coordinator.rebalance(present.rebalance)
                     if present.ended:
                         coordinator.end()
                 coordinator.receive(now)
@@ -151,7 +157,12 @@ class ServerMap:
                     problem, tries = "", 0
                     if now >= report_at:
                         report_at = now + REPORT_S
-                        new = tables_status(coordinator.planner.map, coordinator.loads)
+                        new = tables_status(
+                            coordinator.planner.map,
+                            coordinator.loads,
+                            coordinator.bucket_loads.rates or (),
+                            coordinator.rebalanced,
+                        )
                         if new != said:
                             said = new
                             report(new)
@@ -162,22 +173,50 @@ class ServerMap:
             coordinator.close()
 
 
-def tables_status(known: "ClusterMap", loads: Mapping[str, "Load"]) -> TablesStatus:
+def tables_status(
+    known: "ClusterMap",
+    loads: Mapping[str, "Load"],
+    rates: Sequence[float] = (),
+    rebalanced: tuple[str, str] | None = None,
+) -> TablesStatus:
     """Return what people see of the tables and their servers.
 
     Args:
         known: The map.
         loads: What servers have said of their loads, by id. One that has not said it yet is shown
             without rows.
+        rates: Rows per second of each bucket; empty if they are not known yet.
+        rebalanced: The last request to even the servers that was answered, and the answer.
     """
     placed = [one for one in known.placements if not one.lost]
+    listed = len(known.placements) <= MAX_LISTED_BUCKETS
+    held: dict[str, tuple[list[int], list[int], list[int]]] = defaultdict(lambda: ([], [], []))
+    asked: dict[str, float] = defaultdict(float)
+    for bucket, one in enumerate(known.placements):
+        if one.lost:
+            continue
+        asked[one.primary] += rates[bucket] if rates else 0.0
+        if listed:
+            held[one.primary][0].append(bucket)
+            for name in one.backups:
+                held[name][1].append(bucket)
+            if one.learner:
+                held[one.learner][2].append(bucket)
     leads = Counter(one.primary for one in placed)
     backs_up = Counter(name for one in placed for name in one.backups)
     receives = Counter(one.primary if one.loading else one.learner for one in placed)
     servers = []
     for name in sorted(map(NodeId, known.servers), key=id_key):
+        leading, backing, receiving = held[name]
         made = ServerLoad(
-            id=name, leads=leads[name], backs_up=backs_up[name], receives=receives[name]
+            id=name,
+            leads=leads[name],
+            backs_up=backs_up[name],
+            receives=receives[name],
+            asked_per_s=round(asked[name], 1),
+            leading=leading,
+            backing=backing,
+            receiving=receiving,
         )
         if (load := loads.get(name)) is not None:
             said: dict[str, float] = {
@@ -196,4 +235,9 @@ def tables_status(known: "ClusterMap", loads: Mapping[str, "Load"]) -> TablesSta
         lost_buckets=len(known.placements) - len(placed),
         step=known.steps.done,
         servers=servers,
+        bucket_rows_per_s=[round(rate, 1) for rate in rates] if listed else [],
+        ack=known.ack,
+        rebalanced=RebalanceAnswer(request=rebalanced[0], words=rebalanced[1])
+        if rebalanced is not None
+        else None,
     )

@@ -785,6 +785,9 @@ class JobSpec(_Strict):
     store_checkpoint: RequestText | None = None
     """Any text that was not here before, such as the time, requests that the newest checkpoint in
     memory is stored while training goes on: ``dlrover job checkpoint`` sets it."""
+    rebalance_servers: RequestText | None = None
+    """Any text that was not here before, such as the time, requests that the servers of a parameter
+    server are evened by their loads now: ``dlrover ps rebalance`` sets it."""
     tuning: TuningSpec | None = None
     """Settings of data loaders: ``dlrover job tune`` sets it."""
     topology: Annotated[TopologySpec | None, CLUSTER_ONLY] = None
@@ -1158,11 +1161,29 @@ class ElasticJob(_Strict):
             raise ConfigError(f"spec.storeCheckpoint: found {len(at)} characters, expected 1 to 64")
         return self.changed(self.spec.model_copy(update={"store_checkpoint": at}))
 
+    def with_evened_servers(self, at: str) -> Self:
+        """Return this job with a request to even its servers, one generation later.
+
+        Raises:
+            ConfigError: ``at`` is empty, or longer than 64 characters, or the job has no servers.
+        """
+        if not 1 <= len(at) <= 64:
+            raise ConfigError(
+                f"spec.rebalanceServers: found {len(at)} characters, expected 1 to 64"
+            )
+        if self.servers is None:
+            raise ConfigError(f"{self.metadata.name} has no servers: expected a job with a role ps")
+        return self.changed(self.spec.model_copy(update={"rebalance_servers": at}))
+
     def with_requests_of(self, other: Self) -> JobSpec:
         """Return the spec of this job with the requests of another one that change no node."""
         snapshot = {"snapshot": other.spec.diagnosis.snapshot}
         diagnosis = self.spec.diagnosis.model_copy(update=snapshot)
-        requests = {"diagnosis": diagnosis, "store_checkpoint": other.spec.store_checkpoint}
+        requests = {
+            "diagnosis": diagnosis,
+            "store_checkpoint": other.spec.store_checkpoint,
+            "rebalance_servers": other.spec.rebalance_servers,
+        }
         return self.spec.model_copy(update=requests)
 
     def tuned(

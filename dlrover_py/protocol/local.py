@@ -20,6 +20,7 @@ POST      /v1/suspend?on=              set ``spec.suspend``
 POST      /v1/restart?at=&rolling=     set ``spec.restart``
 POST      /v1/snapshot?at=             set ``spec.diagnosis.snapshot``
 POST      /v1/checkpoint?at=           set ``spec.storeCheckpoint``
+POST      /v1/rebalance?at=            set ``spec.rebalanceServers``
 POST      /v1/tune?micro_batch=        set fields of ``spec.tuning``: also ``loader_workers=``
                                        and ``auto=``; without any, remove ``spec.tuning``
 POST      /v1/stop                     end the job and the cluster

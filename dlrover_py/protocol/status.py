@@ -581,6 +581,28 @@ class ServerLoad(_StatusModel):
     """Rows per second with gradients that workers have sent to it."""
     waiting: int = 0
     """Pushes that other copies do not have yet."""
+    asked_per_s: float = 0.0
+    """Rows per second of pulls and pushes of the buckets that it leads, in the last half minute.
+    Servers are evened by it."""
+    leading: list[int] = Field(default_factory=list)
+    """Numbers of the buckets that it leads. Empty if there are more than 512 buckets."""
+    backing: list[int] = Field(default_factory=list)
+    """Numbers of the further buckets of which it has a copy, with the same limit."""
+    receiving: list[int] = Field(default_factory=list)
+    """Numbers of the buckets whose rows are being copied to it, with the same limit."""
+
+
+class RebalanceAnswer(_StatusModel):
+    """The answer to a user's request to even the servers of a parameter server."""
+
+    request: Words
+    """The text of ``spec.rebalanceServers`` that it answers."""
+    words: Words
+    """What follows, as a sentence."""
+
+
+MAX_LISTED_BUCKETS = 512
+"""Greatest number of buckets whose servers and loads are listed."""
 
 
 class TablesStatus(_StatusModel):
@@ -598,6 +620,13 @@ class TablesStatus(_StatusModel):
     """The last step that all workers have ended, if they step together."""
     servers: list[ServerLoad] = Field(default_factory=list)
     """The load of each server that is heard, by its id."""
+    bucket_rows_per_s: list[float] = Field(default_factory=list)
+    """Rows per second of pulls and pushes of each bucket, in the last half minute. Empty before
+    the first 10 s, and if there are more than 512 buckets."""
+    ack: str = "backup"
+    """When a push is acknowledged: ``primary`` or ``backup``."""
+    rebalanced: RebalanceAnswer | None = None
+    """The answer to the newest ``spec.rebalanceServers``; absent until there is one."""
 
 
 class JobStatus(_StatusModel):

@@ -113,6 +113,10 @@ class ClusterMap:
     """The call with which each worker has begun last, by the worker's name."""
     placements: tuple[Placement, ...] = ()
     """One for each bucket; empty until enough servers have come."""
+    weights: tuple[int, ...] = ()
+    """How much each bucket counts when servers are evened; empty: each as much."""
+    rebalanced: str = ""
+    """The last request of a user to even the servers that was answered."""
     cut: CutPlace | None = None
     """The cut that the primaries write now. They apply no push meanwhile."""
     source: CutPlace | None = None

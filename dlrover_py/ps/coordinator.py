@@ -21,13 +21,16 @@ from dlrover_py.protocol.errors import (
     SupersededError,
     TransientError,
 )
+from dlrover_py.protocol.words import counted
 from dlrover_py.ps import messages as m
+from dlrover_py.ps.balance import LEAST_GAIN, BucketLoads
 from dlrover_py.ps.cluster_map import ClusterMap, CutPlace
 from dlrover_py.ps.cuts import CutDirectory, SavedCut
 from dlrover_py.ps.map_store import MapStore, MapTooLargeError
 from dlrover_py.ps.meetings import Meetings
-from dlrover_py.ps.planner import Planner, PlanRules
+from dlrover_py.ps.planner import Planner, PlanRules, foresee
 from dlrover_py.ps.specs import Consistency, ConsistencyKind
+from dlrover_py.ps.spread import after, unevenness_of
 from dlrover_py.ps.steps import StepGroup
 from dlrover_py.ps.wire import (
     MAX_BODY_BYTES,
@@ -156,6 +159,12 @@ class Coordinator:
         """What is sent to a connection when the map is stored of which it speaks."""
         self.loads: dict[str, m.Load] = {}
         """What each server has said last of its load."""
+        self.bucket_loads = BucketLoads(now)
+        """What workers have asked of each bucket lately."""
+        self._request = ""
+        """A request to even the servers that is not answered yet; empty if there is none."""
+        self.rebalanced: tuple[str, str] | None = None
+        """The last request that was answered, and the answer."""
         self._present: frozenset[str] | None = None
         """The servers that exist; None if nobody has said so."""
         self._ended = False
@@ -207,6 +216,11 @@ class Coordinator:
         self.planner.tick(heard)
         known = self.planner.map
         self.planner.step(*self._group.plan(known.steps, known.clients, heard))
+        weights = self.bucket_loads.tick(self.planner.map, heard)
+        if weights is not None:
+            self._even(weights, LEAST_GAIN)
+        if self._request and self.bucket_loads.rates is not None:
+            self._answer(self._request)
         self.loads = {one: self.loads[one] for one in self.loads.keys() & known.servers.keys()}
         self._routes = {route: at for route, at in self._routes.items() if heard - at < FORGET_S}
         if self._cut is not None and any(one.lost for one in self.planner.map.placements):
@@ -254,6 +268,53 @@ class Coordinator:
         self._ended = True
         for route in self._routes:
             self._send(route, m.JobEnded())
+
+    def rebalance(self, request: str) -> None:
+        """Even the servers by their loads, as soon as these are measured; then :attr:`rebalanced`.
+
+        Args:
+            request: Any text. Each one is answered once. Empty: nothing is requested.
+        """
+        if request == self.planner.map.rebalanced:
+            self._request = ""
+            if request and self.rebalanced is None:
+                self.rebalanced = (request, "an earlier master has answered this request")
+        else:
+            self._request = request
+
+    def _answer(self, request: str) -> None:
+        self._request, weights = "", self.bucket_loads.weights
+        if len(weights) == len(self.planner.map.placements) > 0:
+            words = self._even(weights, 0.01)
+        else:
+            words = "nothing moves: workers have asked for too few rows in the last half minute"
+        self.rebalanced = (request, words)
+        self.planner.rebalanced(request)
+
+    def _even(self, weights: tuple[int, ...], least_gain: float) -> str:
+        """Even the servers by some weights, and say so; or say that nothing moves.
+
+        Args:
+            weights: How much each bucket counts.
+            least_gain: Least decrease of the busiest server's load, as a part of the mean.
+        """
+        known = self.planner.map
+        foreseen = foresee(known, self.planner.rules, weights)
+        now, later = unevenness_of(known, weights), unevenness_of(foreseen, weights)
+        if now - later < least_gain:
+            return f"nothing moves: the busiest server has {now:.2f} times the mean load"
+        self.planner.weigh(weights)
+        pairs = list(zip(known.placements, foreseen.placements, strict=True))
+        led = sum(after(old)[0] != after(new)[0] for old, new in pairs)
+        copied = sum(not set(new.members) <= set(old.members) for old, new in pairs)
+        _LOG.info(
+            "buckets move to even the servers",
+            extra={"fields": {"busiest": round(now, 2), "expected": round(later, 2)}},
+        )
+        return (
+            f"the busiest server has {now:.2f} times the mean load, and will have {later:.2f}: "
+            f"{counted(led, 'bucket')} will be led by other servers, {copied} will be copied"
+        )
 
     def _disconnect(self) -> None:
         """Close all connections. Their other ends connect again, perhaps to another coordinator."""
@@ -326,6 +387,7 @@ class Coordinator:
             case m.Load():
                 if message.server in planner.map.servers:
                     self.loads[message.server] = message
+                    self.bucket_loads.heard(message.server, message.bucket_rows, planner.map)
                 return
             case m.CutPart():
                 self._on_part(message)

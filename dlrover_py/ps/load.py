@@ -1,4 +1,6 @@
-"""What a server has and does, for people: it says so to the coordinator every few seconds."""
+"""What a server has and does: it says so to the coordinator every few seconds."""
+
+import numpy as np
 
 from dlrover_py.ps.messages import Load
 from dlrover_py.ps.replication import Replica
@@ -20,14 +22,20 @@ class RowMeter:
         """
         self._server, self._since = server, now
         self._pulled = self._pushed = 0
+        self._of_buckets = np.zeros(0, np.int64)
+        """Rows of each bucket; empty until there is a request."""
 
-    def count(self, payload: Payload, *, push: bool) -> None:
+    def count(self, payload: Payload, store: Store, *, push: bool) -> None:
         """Count the rows of a request, whether it is applied or refused.
 
         Args:
             payload: For each table the ids, and the gradients of a push.
+            store: The rows of the server.
             push: Whether it is a push.
         """
+        if len(self._of_buckets) != store.buckets:
+            self._of_buckets = np.zeros(store.buckets, np.int64)
+        self._of_buckets += store.bucket_counts(payload)
         rows = sum(len(arrays[0]) for _, arrays in payload if arrays)
         if push:
             self._pushed += rows
@@ -55,6 +63,11 @@ class RowMeter:
             pulled_per_s=self._pulled / past_s,
             pushed_per_s=self._pushed / past_s,
             waiting=replica.counts()[1],
+            bucket_rows=tuple(
+                (bucket, int(self._of_buckets[bucket]))
+                for bucket in np.flatnonzero(self._of_buckets).tolist()
+            ),
         )
+        self._of_buckets[:] = 0
         self._since, self._pulled, self._pushed = now, 0, 0
         return made

@@ -329,6 +329,8 @@ class Load:
     """Rows per second with gradients that workers have sent."""
     waiting: int
     """Pushes that other copies do not have yet."""
+    bucket_rows: tuple[tuple[int, int], ...] = ()
+    """Rows of pulls and pushes since its last message, for each bucket that had any."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,13 @@ becomes a *learner*, and when the primary says that the learner has every acknow
 becomes a backup or replaces a member. So at every moment one server may acknowledge.
 """
 
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.ps.cluster_map import AckMode, ClusterMap, CutPlace, Placement, Replacing, Steps
 from dlrover_py.ps.specs import NAME, Consistency, TableSpec, check_consistency, check_table
+from dlrover_py.ps.spread import Spread
 
 MAX_TABLES = 1024
 MAX_CLIENTS = 65536
@@ -127,6 +128,22 @@ class Planner:
             self._set(draining=(*self.map.draining, server))
             self._plan()
 
+    def weigh(self, weights: Sequence[int]) -> None:
+        """Even the servers by the weights of their buckets, from now on.
+
+        Buckets move as when a server comes: few at a time, and no copy is given up before its
+        successor has the rows. A later planner goes on with the same weights.
+
+        Args:
+            weights: How much each bucket counts, at least 1.
+        """
+        self._set(weights=tuple(weights))
+        self._plan()
+
+    def rebalanced(self, request: str) -> None:
+        """Note that a request of a user to even the servers is answered."""
+        self._set(rebalanced=request)
+
     def create_table(self, spec: TableSpec) -> None:
         """Add a table, if it does not exist.
 
@@ -203,16 +220,19 @@ class Planner:
         old = self.map.placements[bucket]
         if (old.term, old.primary, old.learner) != (term, sender, learner):
             return
-        new = replace(old, term=term + 1, learner="", replacing=Replacing.NOTHING)
-        if old.replacing is Replacing.PRIMARY:
-            new = replace(new, primary=learner)
-        elif old.replacing is Replacing.BACKUP:
-            new = replace(new, backups=(learner,))
-        else:
-            new = replace(new, backups=(*old.backups, learner))
         placements = list(self.map.placements)
-        placements[bucket] = new
+        placements[bucket] = _with_learner(old)
         self._place(placements)
+        self._plan()
+
+    def catch_up(self) -> None:
+        """Take all learners of running primaries for members, as if each had all rows."""
+        self._place(
+            [
+                _with_learner(one) if one.learner and one.primary in self.map.servers else one
+                for one in self.map.placements
+            ]
+        )
         self._plan()
 
     # --- Cuts ---
@@ -338,19 +358,15 @@ class Planner:
                 self._place([self._first(bucket, targets) for bucket in range(self.rules.buckets)])
             return self.map.placements
         placements = list(self.map.placements)
-        loads = Counter(dict.fromkeys(self.map.servers, 0))
-        primaries = Counter(dict.fromkeys(self.map.servers, 0))
-        for one in placements:
-            loads.update(_after(one))
-            primaries[_after(one)[0]] += 1
+        spread = Spread(self.map, targets)
         for bucket, one in enumerate(placements):
             if one.loading and one.primary not in self.map.servers and targets:
-                chosen = min(targets, key=lambda server: (primaries[server], server))
-                primaries[chosen] += 1
-                loads[chosen] += 1
+                chosen = min(targets, key=lambda server: (spread.led[server], server))
+                spread.lead(chosen, bucket)
                 placements[bucket] = replace(one, term=one.term + 1, primary=chosen)
-        self._replace_copies(placements, targets, loads)
-        self._balance(placements, targets, loads, primaries)
+        self._replace_copies(placements, targets, spread)
+        if not self._balance(placements, targets, spread, coarse=False):
+            self._balance(placements, targets, spread, coarse=True)
         self._place(placements)
         return self.map.placements
 
@@ -365,7 +381,7 @@ class Planner:
         return Placement(1, targets[primary], backups)
 
     def _replace_copies(
-        self, placements: list[Placement], targets: list[str], loads: Counter[str]
+        self, placements: list[Placement], targets: list[str], spread: Spread
     ) -> None:
         for bucket, one in enumerate(placements):
             if (
@@ -377,70 +393,56 @@ class Planner:
                 continue
             fit = [server for server in targets if server not in one.members]
             if fit:
-                chosen = min(fit, key=lambda server: (loads[server], server))
-                loads[chosen] += 1
+                chosen = min(fit, key=lambda server: (spread.copies[server], server))
+                spread.copies[chosen] += 1
                 placements[bucket] = replace(one, term=one.term + 1, learner=chosen)
 
     def _balance(
-        self,
-        placements: list[Placement],
-        targets: list[str],
-        loads: Counter[str],
-        primaries: Counter[str],
-    ) -> None:
-        """Move primaries, then backups, from full servers to empty ones, few at a time."""
-        moves = sum(one.replacing is not Replacing.NOTHING for one in placements)
-        for bucket, one in enumerate(placements):
-            if moves >= self.rules.moves or not targets:
-                return
-            if one.learner or one.loading or one.primary not in self.map.servers:
-                continue
-            new = self._better(one, targets, loads, primaries)
-            if new is not None:
-                before, after = _after(one), _after(new)
-                loads.subtract(before)
-                loads.update(after)
-                primaries[before[0]] -= 1
-                primaries[after[0]] += 1
-                moves += new.replacing is not Replacing.NOTHING
-                placements[bucket] = replace(new, term=one.term + 1)
-
-    def _better(
-        self,
-        one: Placement,
-        targets: list[str],
-        loads: Counter[str],
-        primaries: Counter[str],
-    ) -> Placement | None:
-        """Return a placement that makes servers more even; None if there is none.
+        self, placements: list[Placement], targets: list[str], spread: Spread, *, coarse: bool
+    ) -> bool:
+        """Move primaries, then backups, from full servers to empty ones, few at a time.
 
         Args:
-            one: The placement of a bucket that does not move.
+            placements: The placements, which are changed.
             targets: Servers that may get buckets.
-            loads: Copies of each server, with those that are on their way.
-            primaries: Primaries of each server.
+            spread: What each server has.
+            coarse: Whether heavy buckets may move that even the loads a little only.
+
+        Returns:
+            Whether a bucket was changed, or could not be, because enough of them move.
         """
-        leaving = one.primary not in targets
-        # A backup has the rows: nothing is copied.
-        for backup in one.backups:
-            if backup in targets and (leaving or primaries[one.primary] - primaries[backup] > 1):
-                if self.map.ack is AckMode.BACKUP:
-                    return replace(one, primary=backup, backups=(one.primary,))
-                # It may lack the last pushes: it must catch up first.
-                return replace(one, backups=(), learner=backup, replacing=Replacing.PRIMARY)
-        fit = [server for server in targets if server not in one.members]
-        if not fit:
-            staying = tuple(backup for backup in one.backups if backup in targets)
-            leave = one.primary in targets and staying != one.backups
-            return replace(one, backups=staying) if leave else None
-        least = min(fit, key=lambda server: (primaries[server], loads[server], server))
-        if leaving or primaries[one.primary] - primaries[least] > 1:
-            return replace(one, learner=least, replacing=Replacing.PRIMARY)
-        least = min(fit, key=lambda server: (loads[server], server))
-        for backup in one.backups:
-            if backup not in targets or loads[backup] - loads[least] > 1:
-                return replace(one, learner=least, replacing=Replacing.BACKUP)
-        return None
+        moves = sum(one.replacing is not Replacing.NOTHING for one in placements)
+        changed = False
+        for bucket in spread.order(coarse=coarse):
+            one = placements[bucket]
+            if moves >= self.rules.moves or not targets:
+                return True
+            if one.learner or one.loading or one.primary not in self.map.servers:
+                continue
+            new = spread.better(bucket, one, coarse=coarse)
+            if new is not None:
+                spread.move(bucket, one, new)
+                moves += new.replacing is not Replacing.NOTHING
+                placements[bucket] = replace(new, term=one.term + 1)
+                changed = True
+        return changed
+
+
+def foresee(known: ClusterMap, rules: PlanRules, weights: Sequence[int]) -> ClusterMap:
+    """Return the map as it would be when all moves are over that some weights lead to.
+
+    Args:
+        known: The present map.
+        rules: How buckets are kept. With many buckets, more of them move at once than the rules
+            say, so that the result is known soon; the real moves may then differ a little.
+        weights: How much each bucket counts.
+    """
+    moves = max(rules.moves, len(known.placements) // 64)
+    planner = Planner(known, replace(rules, moves=moves), 0.0)
+    planner.weigh(weights)
+    while any(one.learner and one.primary in known.servers for one in planner.map.placements):
+        planner.catch_up()
+    return planner.map
 
 
 def _loses(one: Placement, server: str) -> bool:
@@ -448,10 +450,11 @@ def _loses(one: Placement, server: str) -> bool:
     return one.primary == server and not one.lost and not one.loading
 
 
-def _after(one: Placement) -> tuple[str, ...]:
-    """Return the members of a bucket when its learner is ready, the primary first."""
-    if one.replacing is Replacing.PRIMARY:
-        return (one.learner, *one.backups)
-    if one.replacing is Replacing.BACKUP:
-        return (one.primary, one.learner)
-    return one.members
+def _with_learner(old: Placement) -> Placement:
+    """Return the placement of a bucket whose learner has all rows."""
+    new = replace(old, term=old.term + 1, learner="", replacing=Replacing.NOTHING)
+    if old.replacing is Replacing.PRIMARY:
+        return replace(new, primary=old.learner)
+    if old.replacing is Replacing.BACKUP:
+        return replace(new, backups=(old.learner,))
+    return replace(new, backups=(*old.backups, old.learner))

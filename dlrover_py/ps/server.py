@@ -245,6 +245,7 @@ class ParameterServer:
 
     def _receive(self, socket: Any, *, from_coordinator: bool) -> None:
         """Take what has come, a few messages at most, so that no socket waits for another."""
+        self._store.now = time.monotonic()
         for _ in range(32):
             try:
                 frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -284,10 +285,10 @@ class ParameterServer:
             return
         match message:
             case m.Push():
-                self._meter.count(payload, push=True)
+                self._meter.count(payload, self._store, push=True)
                 replica.on_push(route, message, decoded(payload, self._store.dims), now)
             case m.Pull():
-                self._meter.count(payload, push=False)
+                self._meter.count(payload, self._store, push=False)
                 replica.on_pull(route, message, payload)
             case m.Replicate():
                 replica.on_replicate(message, payload)

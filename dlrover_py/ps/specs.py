@@ -12,6 +12,8 @@ NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
 MAX_DIM = 8192
 """The largest number of values in a row."""
 MAX_STALENESS = 1 << 20
+MAX_TTL_S = 1e9
+"""The longest time, in seconds, after which a row that nobody pushes may be dropped."""
 MAX_COUNTED = 200
 """The greatest number of pushes that may be asked for before a row gets memory."""
 
@@ -121,6 +123,8 @@ class Keep:
     """Pushes of an id after which it gets a row. The gradients before are dropped."""
     max_rows: int = 0
     """Rows of the table on all servers, without copies. 0: any number."""
+    ttl_s: float = 0.0
+    """Seconds without a push after which a row is dropped. 0: never."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +173,11 @@ def check_table(spec: TableSpec) -> None:
         raise ConfigError(
             f"table {spec.name}: expected a min_count of 1 to {MAX_COUNTED} and a max_rows of at "
             f"least 0, found {spec.keep}"
+        )
+    if spec.keep.ttl_s and not 1 <= spec.keep.ttl_s <= MAX_TTL_S:
+        raise ConfigError(
+            f"table {spec.name}: expected a ttl_s of 0, or of 1 to {MAX_TTL_S:g} seconds, found "
+            f"{spec.keep.ttl_s}"
         )
     if not 0 <= spec.init.seed < 1 << 63:
         raise ConfigError(f"table {spec.name}: the seed must be at least 0 and below 2**63")
@@ -241,7 +250,7 @@ def ssp(staleness: int, *, silence_s: float = 5.0) -> Consistency:
     return found
 
 
-def keep(*, min_count: int = 1, max_rows: int = 0) -> Keep:
+def keep(*, min_count: int = 1, max_rows: int = 0, ttl_s: float = 0.0) -> Keep:
     """Return which rows of a table get memory on the servers, and keep it.
 
     Args:
@@ -249,8 +258,10 @@ def keep(*, min_count: int = 1, max_rows: int = 0) -> Keep:
             dropped.
         max_rows: Rows of the table on all servers, without copies. Rows that were not pushed for
             the longest time are dropped when there are more. 0: any number.
+        ttl_s: Seconds without a push after which a row is dropped, at least 1. It goes with a later
+            push to its bucket, after an eighth of that time more at the latest. 0: never.
     """
-    return Keep(min_count, max_rows)
+    return Keep(min_count, max_rows, ttl_s)
 
 
 def sgd(lr: float, *, momentum: float = 0.0, weight_decay: float = 0.0) -> OptimizerSpec:

@@ -56,6 +56,11 @@ class Table:
         self._used: Ids = np.zeros(0, np.int64)
         """The change in which each row was last pushed, if there is a limit."""
         self._changes = 0
+        self._ttl_s = spec.keep.ttl_s
+        self._pushed_at: npt.NDArray[np.float64] = np.zeros(0)
+        """The time at which each row was last pushed, if rows have a time to live."""
+        self._look_at = np.full(buckets, -np.inf)
+        """When the rows of each bucket are to be looked at next, if they have a time to live."""
 
     def __len__(self) -> int:
         return len(self._index)
@@ -76,12 +81,13 @@ class Table:
         rows[missing] = first_rows(ids[missing], self.salt, self.spec.dim, self.spec.init)
         return rows
 
-    def apply(self, ids: Ids, grads: Floats) -> list[Array]:
+    def apply(self, ids: Ids, grads: Floats, now: float = 0.0) -> list[Array]:
         """Apply gradients and return the record of the changed rows, and of those that it dropped.
 
         Args:
             ids: Ids; gradients of the same id are summed first.
             grads: Gradients, shape ``[n, dim]``.
+            now: The time in seconds.
         """
         if self._counts is not None:
             fresh = self._index.find(ids) < 0
@@ -115,10 +121,17 @@ class Table:
             for mine, copy in zip(self._slots, kept, strict=True):
                 mine[here] = copy
         record: list[Array] = [ids, rows, steps, *slots]
+        if self._ttl_s:
+            record = self._expired(at, record, now)
         return self._trimmed(at, record) if self._limit else record
 
-    def install(self, record: list[Array]) -> None:
-        """Take over rows of a record as they are, and drop those that it has dropped."""
+    def install(self, record: list[Array], now: float = 0.0) -> None:
+        """Take over rows of a record as they are, and drop those that it has dropped.
+
+        Args:
+            record: The record.
+            now: The time in seconds.
+        """
         ids: Ids = record[0].view(np.int64)
         dropped = record[2].view(np.int64) < 0
         if dropped.any():
@@ -130,6 +143,8 @@ class Table:
         if self._limit:
             self._changes += 1
             self._used[at] = self._changes
+        if self._ttl_s:
+            self._pushed_at[at] = now
         self._rows[at] = record[1]
         self._steps[at] = record[2]
         for mine, copy in zip(self._slots, record[3:], strict=True):
@@ -191,10 +206,42 @@ class Table:
         ids, at, of = ids[order], at[order], of[order]
         first = np.searchsorted(of, of)
         old = np.arange(len(of)) - first < self._sizes[of] - (limit - limit // 8)
-        self._remove(ids[old], at[old])
-        count = int(old.sum())
-        zeros = [np.zeros((count, *array.shape[1:]), array.dtype) for array in record]
-        dropped = [ids[old], zeros[1], np.full(count, -1), *zeros[3:]]
+        return self._with_dropped(record, ids[old], at[old])
+
+    def _expired(self, pushed: Ids, record: list[Array], now: float) -> list[Array]:
+        """Drop rows that were not pushed for their time to live; return the record with these.
+
+        Only buckets that the push has changed are looked at, because the copies of others would not
+        learn it. Each is looked at eight times in the time to live, because all rows are read.
+
+        Args:
+            pushed: Row numbers of the push.
+            record: The record of the push.
+            now: The time in seconds.
+        """
+        self._pushed_at[pushed] = now
+        due = (self._per_bucket(record[0].view(np.int64)) > 0) & (self._look_at <= now)
+        if not due.any():
+            return record
+        self._look_at[due] = now + self._ttl_s / 8
+        ids, at = self._index.items()
+        of = bucket_of(ids, self.salt, len(self._sizes))
+        old = due[of] & (self._pushed_at[at] < now - self._ttl_s)
+        return self._with_dropped(record, ids[old], at[old])
+
+    def _with_dropped(self, record: list[Array], ids: Ids, at: Ids) -> list[Array]:
+        """Remove rows, which exist; return a record with that, too.
+
+        Args:
+            record: The record of a push.
+            ids: Ids of the rows.
+            at: Their row numbers.
+        """
+        if not len(ids):
+            return record
+        self._remove(ids, at)
+        zeros = [np.zeros((len(ids), *array.shape[1:]), array.dtype) for array in record]
+        dropped = [ids, zeros[1], np.full(len(ids), -1), *zeros[3:]]
         return [np.concatenate(pair) for pair in zip(record, dropped, strict=True)]
 
     def _row_numbers(self, ids: Ids, *, fill: bool = True) -> Ids:
@@ -248,6 +295,9 @@ class Table:
         if self._limit:
             old, self._used = self._used, np.zeros(capacity, np.int64)
             self._used[: len(old)] = old
+        if self._ttl_s:
+            before, self._pushed_at = self._pushed_at, np.zeros(capacity)
+            self._pushed_at[: len(before)] = before
 
 
 class Store:
@@ -261,6 +311,8 @@ class Store:
         """
         self.buckets = buckets
         self.tables: dict[str, Table] = {}
+        self.now = 0.0
+        """The time in seconds, by which rows grow old."""
         self.dims: dict[str, int] = {}
         """Values in a row of each table."""
 
@@ -326,9 +378,10 @@ class Store:
     def apply(self, payload: Payload, buckets: Collection[int]) -> Payload:
         """Apply the part of a push that is in some buckets; return the records."""
         return [
-            (name, self.tables[name].apply(arrays[0].view(np.int64), arrays[1].view(np.float32)))
+            (name, self.tables[name].apply(
+                arrays[0].view(np.int64), arrays[1].view(np.float32), self.now))
             for name, arrays in self.select(payload, buckets)
-        ]
+        ]  # fmt: skip
 
     def merge(self, payloads: Iterable[Payload], buckets: Collection[int]) -> Payload:
         """Apply the sum of several pushes, as far as it is in some buckets; return the records.
@@ -350,7 +403,7 @@ class Store:
     def install(self, payload: Payload, buckets: Collection[int]) -> None:
         """Take over the rows of records that are in some buckets."""
         for name, arrays in self.select(payload, buckets):
-            self.tables[name].install(arrays)
+            self.tables[name].install(arrays, self.now)
 
     def copy(self, bucket: int) -> Payload:
         """Return the records of all rows of a bucket."""
@@ -373,6 +426,17 @@ class Store:
             part = arrays if mask.all() else [array[mask] for array in arrays]
             chosen.append((name, part))
         return chosen
+
+    def bucket_counts(self, payload: Payload) -> Ids:
+        """Return the number of ids of a payload in each bucket. What is no id counts nothing."""
+        counts = np.zeros(self.buckets, np.int64)
+        for name, arrays in payload:
+            if name in self.tables and arrays:
+                ids = arrays[0]
+                if ids.dtype == np.int64 and ids.ndim == 1:
+                    found = self._buckets_of(self.tables[name], ids)
+                    counts += np.bincount(found, minlength=self.buckets)
+        return counts
 
     def _buckets_of(self, table: Table, ids: Array) -> Ids:
         return bucket_of(ids.view(np.int64), table.salt, self.buckets)

@@ -482,6 +482,63 @@ async def test_the_servers_of_a_job_are_scaled_by_their_role(terminal: Terminal)
     assert await terminal.call("resume", "x") == "x is resumed\n"
 
 
+def put_servers(cluster: FakeCluster, *servers: str, **tables: Any) -> Obj:
+    """Put a job whose servers have four buckets, all of them led by the first one."""
+    obj = cluster.one(ELASTICJOBS, "x") or put_job(cluster)
+    main = {"name": "main", "image": "i", "command": ["dlrover", "ps", "server"]}
+    role = {"replicas": 2, "template": {"spec": {"containers": [main]}}}
+    obj["spec"]["replicaSpecs"]["ps"] = role
+    loads: list[Obj] = [{"id": one, "leads": 0, "backsUp": 0} for one in servers]
+    loads[0] |= {"leads": 4, "leading": [0, 1, 2, 3], "askedPerS": 800.0}
+    loads[-1] |= {"backsUp": 4, "backing": [0, 1, 2, 3]} if len(loads) > 1 else {}
+    seen = {"epoch": 9, "tables": ["t"], "buckets": 4, "servers": loads}
+    seen |= {"bucketRowsPerS": [200.0] * 4, **tables}
+    obj["status"] = {"phase": "Running", "training": training(tables=seen)}
+    return cluster.put(ELASTICJOBS, obj)
+
+
+async def test_servers_are_evened_by_a_request_in_the_spec(terminal: Terminal) -> None:
+    cluster = terminal.cluster
+    put_servers(cluster, "ps0", "ps1")
+    found = json.loads(await terminal.call("map", "x", "--json", of="ps"))
+    assert (found["busiest"], found["placements"][3]["primary"]) == (2.0, "ps0")
+    assert found["placements"][3]["backups"] == ["ps1"]
+    said = await terminal.call("rebalance", "x", "--dry-run", of="ps")
+    assert "2 buckets would move" in said
+    process = await terminal.start("rebalance", "x", of="ps")
+    async with asyncio.timeout(60):
+        while (at := (cluster.one(ELASTICJOBS, "x") or {})["spec"].get("rebalanceServers")) is None:
+            await asyncio.sleep(0.05)
+    put_servers(cluster, "ps0", "ps1", rebalanced={"request": "another", "words": "old"})
+    put_servers(cluster, "ps0", "ps1", rebalanced={"request": at, "words": "2 buckets move"})
+    out, _ = await asyncio.wait_for(process.communicate(), 60)
+    assert (process.returncode, out) == (0, b"x: 2 buckets move\n")
+
+
+async def test_a_drained_server_is_a_pod_that_is_deleted(terminal: Terminal) -> None:
+    cluster = terminal.cluster
+    job = put_servers(cluster, "ps0", "ps1")
+    said = await terminal.call("drain", "ps7", "--job", "x", of="ps", code=2)
+    assert "x has no server ps7: expected one of ps0, ps1" in said
+    stranger = {"metadata": {"name": "y", "uid": "of-another-job"}}
+    put_pod(cluster, stranger, "ps1")
+    pod = cluster.one(PODS, "y-ps1")
+    assert pod is not None
+    cluster.put(PODS, pod | {"metadata": pod["metadata"] | {"name": "x-ps1"}})
+    said = await terminal.call("drain", "ps1", "--job", "x", of="ps", code=2)
+    assert "x has no Pod x-ps1" in said
+    put_pod(cluster, job, "ps1")
+    process = await terminal.start("drain", "ps1", "--job", "x", of="ps")
+    async with asyncio.timeout(60):
+        while (left := cluster.one(PODS, "x-ps1")) and "deletionTimestamp" not in left["metadata"]:
+            await asyncio.sleep(0.05)
+    (call,) = [one for one in cluster.calls if one.method == "DELETE"]
+    assert call.path.endswith("/pods/x-ps1"), "it has the grace of its own"
+    put_servers(cluster, "ps0")
+    out, _ = await asyncio.wait_for(process.communicate(), 60)
+    assert (process.returncode, out) == (0, b"x: ps1 has left\n")
+
+
 async def test_scale_suspend_resume(terminal: Terminal) -> None:
     cluster = terminal.cluster
     put_job(cluster, phase="Running", training=training())

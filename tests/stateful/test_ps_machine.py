@@ -344,13 +344,26 @@ class PsMachine(RuleBasedStateMachine):
         if not active:  # the servers that leave have all rows, and keep them
             return
         assert set(copies.values()) == {min(self.wanted.replicas, len(active))}
+        if len(set(self.plan.map.weights)) > 1:
+            later = planner.foresee(self.plan.map, self.wanted, self.plan.map.weights)
+            assert later.placements == self.plan.map.placements, "the servers can be more even"
+            return
         leads = [one.primary for one in self.plan.map.placements]
         counts = [leads.count(server) for server in active]
         assert max(counts) - min(counts) <= 1, "the servers are uneven"
 
 
 class PsCutMachine(PsMachine):
-    """The same, and workers save and go back. Planted bugs are found sooner without that."""
+    """The same, and workers save and go back, and servers are evened by load.
+
+    Planted bugs are found sooner without that.
+    """
+
+    @rule(weights=st.sampled_from([[1, 1, 1], [1, 1, 1], [9, 1, 1], [5, 6, 4], [1, 9, 8]]))
+    def servers_are_evened_by_load(self, weights: list[int]) -> None:
+        if self.plan.map.placements:
+            self.plan.weigh(weights)
+            self.publish()
 
     @rule()
     def workers_save(self) -> None:

@@ -73,7 +73,8 @@ NAMED = [
     *(f"ckpt {verb} NOSUCH" for verb in ("ls", "show", "verify", "rm --yes --keep 1")),
     *("ckpt export NOSUCH out", "cache rm NOSUCH", "data verify NOSUCH"),
     *("ps export NOSUCH --to out.pt", "ps serve --checkpoints NOSUCH --restore newest -- true"),
-    "ps stats NOSUCH",
+    *(f"ps {verb} NOSUCH" for verb in ("map", "rebalance", "stats")),
+    "ps drain ps0 --job NOSUCH",
 ]  # fmt: skip
 """A call of each command that takes a name, with a name that is not there."""
 

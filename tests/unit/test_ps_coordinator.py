@@ -478,3 +478,71 @@ def test_steps_are_refused_if_each_would_write_too_large_a_map(listener: socket.
             assert made.planner.map.steps.consistency is None
         finally:
             context.destroy(linger=0)
+
+
+def test_what_servers_count_moves_buckets(tmp_path: Path, listener: socket.socket) -> None:
+    """One of two servers leads both buckets that workers ask for."""
+    with coordinator(tmp_path, listener) as made, program(made.access) as ask:
+        for name in ("ps0", "ps1"):
+            known = ask(made, m.Alive(name, f"tcp://{name}", -1))
+        busy = [i for i, one in enumerate(known.placements) if one.primary == "ps0"]
+        assert len(busy) == 2
+        context = zmq.Context()
+        dealer = context.socket(zmq.DEALER)
+        dealer.connect(made.access.address)
+        now = time.monotonic()
+        try:
+            for _ in range(20):
+                rows = tuple((bucket, 5000) for bucket in busy)
+                for name, counts in (("ps0", rows), ("ps1", ())):
+                    load = m.Load(name, 1, 1, 1.0, 1.0, 0, counts)
+                    send(dealer, load, [], made.access.key)
+                assert made.socket.poll(30_000)
+                now = serve_turns(made, now, 2.0)
+        finally:
+            context.destroy(linger=0)
+        after = made.planner.map
+        assert len(set(after.weights)) > 1
+        assert {after.placements[bucket].primary for bucket in busy} == {"ps0", "ps1"}
+        stored = msgspec.json.decode((tmp_path / "map.json").read_bytes(), type=ClusterMap)
+        assert stored.weights == after.weights
+
+
+def test_a_request_to_even_servers_is_answered_once(
+    tmp_path: Path, listener: socket.socket
+) -> None:
+    with coordinator(tmp_path, listener) as made, program(made.access) as ask:
+        for name in ("ps0", "ps1"):
+            known = ask(made, m.Alive(name, f"tcp://{name}", -1))
+        led = [i for i, one in enumerate(known.placements) if one.primary == "ps0"]
+        made.rebalance("one")
+        now = serve_turns(made, time.monotonic(), 1.0)
+        assert made.rebalanced is None, "nothing was measured yet"
+        made.bucket_loads.heard("ps0", ((bucket, 5000) for bucket in led), known)
+        now = serve_turns(made, now, 10.0)
+        assert made.rebalanced == (
+            "one",
+            "the busiest server has 2.00 times the mean load, and will have 1.00: 1 bucket will be "
+            "led by other servers, 0 will be copied",
+        )
+        after = made.planner.map
+        assert {after.placements[bucket].primary for bucket in led} == {"ps0", "ps1"}
+        made.rebalance("one")
+        now = serve_turns(made, now, 1.0)
+        assert made.planner.map == after
+        made.rebalance("two")
+        now = serve_turns(made, now, 1.0)
+        assert made.rebalanced == (
+            "two",
+            "nothing moves: the busiest server has 1.00 times the mean load",
+        )
+        made.close()
+    with coordinator(tmp_path, listener) as second, program(second.access) as ask:
+        second.rebalance("two")
+        assert second.rebalanced == ("two", "an earlier master has answered this request")
+        second.rebalance("three")
+        assert ask(second, m.WatchMap(-1)).weights == after.weights
+        serve_turns(second, time.monotonic(), 11.0)
+        assert second.rebalanced is not None
+        assert "too few rows" in second.rebalanced[1]
+        assert second.planner.map.rebalanced == "three"

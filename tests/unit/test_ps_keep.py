@@ -1,5 +1,6 @@
 """Which rows get memory on the servers, and which lose it: primaries and backups do the same."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -54,16 +55,17 @@ def test_rows_that_are_pushed_stay() -> None:
 
 @given(
     st.lists(st.lists(st.integers(0, 60), min_size=1, max_size=20), max_size=25),
-    st.integers(1, 40), st.integers(1, 3),
+    st.integers(0, 40), st.integers(1, 3), st.sampled_from([0.0, 2.0, 8.0]),
 )  # fmt: skip
 @settings(deadline=None, max_examples=60)
 def test_a_backup_has_the_rows_of_its_primary(
-    pushes: list[list[int]], most: int, count: int
+    pushes: list[list[int]], most: int, count: int, ttl_s: float
 ) -> None:
     primary, backup, learner = Store(4), Store(4), Store(4)
     for store in (primary, backup, learner):
-        store.add([spec(specs.keep(min_count=count, max_rows=most))])
+        store.add([spec(specs.keep(min_count=count, max_rows=most, ttl_s=ttl_s))])
     for push in pushes:
+        primary.now += 1.0  # the clock of the backup is another one
         ids = np.array(push, np.int64)
         buckets = set(bucket_of(ids, salt_of("t"), 4).tolist())
         backup.install(primary.apply([("t", [ids, ones(len(ids))])], buckets), buckets)
@@ -113,6 +115,76 @@ def test_counts_are_halved_and_do_not_overflow() -> None:
     assert found.tolist() == [255]
     counts.add(np.arange(100, 900))
     assert counts.add(one)[0] < 255
+
+
+def test_rows_that_nobody_pushes_are_dropped_in_time() -> None:
+    table = Table(spec(specs.keep(ttl_s=80.0)))
+    first = table.read(np.arange(3))
+    table.apply(np.arange(3), ones(3), 1000.0)
+    for now in range(1010, 1090, 10):
+        table.apply(np.array([0]), ones(1), float(now))
+        assert len(table) == 3
+    (ids, _, steps, _) = table.apply(np.array([0]), ones(1), 1090.5)
+    assert sorted(zip(ids.tolist(), steps.tolist(), strict=True)) == [(0, 10), (1, -1), (2, -1)]
+    assert len(table) == 1
+    assert (table.read(np.arange(3))[1:] == first[1:]).all(), "they begin with the same values"
+    table.apply(np.array([1]), ones(1), 1091.0)
+    assert len(table) == 2
+    assert table.nbytes == 1024 * (4 * DIM * 2 + 8)
+
+
+def test_old_rows_of_a_bucket_that_nobody_pushes_stay_until_then() -> None:
+    """The copies of a bucket learn only of pushes."""
+    ids = np.arange(100)
+    of = bucket_of(ids, salt_of("t"), 2)
+    table = Table(spec(specs.keep(ttl_s=10.0)), 2)
+    table.apply(ids, ones(100), 0.0)
+    quiet, busy = ids[of == 0], ids[of == 1]
+    table.apply(busy[:1], ones(1), 20.0)
+    assert len(table) == len(quiet) + 1
+    table.apply(quiet[:1], ones(1), 20.0)
+    assert len(table) == 2
+
+
+def test_a_copy_counts_as_pushed_when_it_was_made() -> None:
+    old, new = Store(2), Store(2)
+    for store in (old, new):
+        store.add([spec(specs.keep(ttl_s=10.0))])
+    ids = np.arange(50)
+    old.apply([("t", [ids, ones(50)])], range(2))
+    new.now = 1005.0
+    for bucket in range(2):
+        new.install(old.copy(bucket), [bucket])
+    for now, count in ((1014.0, 50), (1016.0, 1)):
+        new.now = now
+        new.apply([("t", [ids[:1], ones(1)])], range(2))
+        inside = bucket_of(ids, salt_of("t"), 2) == bucket_of(ids[:1], salt_of("t"), 2)
+        gone = 0 if count == 50 else int(inside.sum()) - 1
+        assert len(new.tables["t"]) == 50 - gone
+
+
+def test_servers_drop_rows_by_their_clock(tmp_path: Path) -> None:
+    short = spec(specs.keep(ttl_s=1.0))
+    ids = np.arange(400)
+    first = Table(short).read(ids)
+    with servers(tmp_path) as access, client(access) as worker:
+        worker.create(short)
+        worker.push({"t": (ids, ones(400))}).result(60)
+        assert (worker.pull({"t": ids}).result(60)["t"] != first).any(axis=1).all()
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            worker.push({"t": (ids[200:], ones(200))}).result(60)
+            rows = worker.pull({"t": ids}).result(60)["t"]
+            if (rows[:200] == first[:200]).all():
+                break
+        assert (rows[:200] == first[:200]).all()
+        assert (rows[200:] != first[200:]).any(axis=1).all()
+
+
+@pytest.mark.parametrize("ttl_s", [-1.0, 0.5, float("nan"), float("inf")])
+def test_a_wrong_time_to_live_is_refused(ttl_s: float) -> None:
+    with pytest.raises(ConfigError, match="ttl_s of 0, or of 1 to"):
+        check_table(spec(Keep(ttl_s=ttl_s)))
 
 
 @pytest.mark.parametrize("keep", [Keep(0), Keep(201), Keep(1, -1)])

@@ -26,7 +26,7 @@ from dlrover_py.master.servers import tables_status
 from dlrover_py.protocol.errors import ConfigError, ExitCode, UnsupportedError
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import NodeId, Term, is_server
-from dlrover_py.protocol.status import JobPhase, ServerLoad
+from dlrover_py.protocol.status import MAX_LISTED_BUCKETS, JobPhase, ServerLoad
 from dlrover_py.ps.cluster_map import ClusterMap, Placement
 from dlrover_py.ps.messages import Load
 from dlrover_py.ps.specs import TableSpec
@@ -390,6 +390,20 @@ def test_the_number_of_servers_is_changed_by_its_own_role_and_opens_no_round() -
     assert spec.worker.replicas == 2
 
 
+def test_a_request_to_even_the_servers_is_passed_on_and_is_no_change_of_the_job() -> None:
+    spec = parsed()
+    run = Run(spec)
+    wanted = spec.with_evened_servers("2026-11-29T12:00:00Z")
+    told = [one for one in run.step(JobChanged(wanted)) if isinstance(one, ServersPresent)]
+    assert [one.rebalance for one in told] == ["2026-11-29T12:00:00Z"]
+    assert not run.step(JobChanged(wanted))
+    assert "SpecChanged" not in run.events()
+    with pytest.raises(ConfigError, match="has no servers"):
+        ElasticJob.parse(job_file(1)).with_evened_servers("now")
+    with pytest.raises(ConfigError, match="expected 1 to 64"):
+        spec.with_evened_servers("")
+
+
 @pytest.mark.parametrize(
     ("number", "fields", "words"),
     [
@@ -435,7 +449,23 @@ def test_buckets_are_counted_by_server() -> None:
     assert told.servers == [
         ServerLoad(
             id="ps2", leads=2, backs_up=0, receives=2, rows=5, memory_bytes=80,
-            pulled_per_s=1.3, pushed_per_s=2.0, waiting=3,
+            pulled_per_s=1.3, pushed_per_s=2.0, waiting=3, leading=[0, 3], receiving=[1],
         ),
-        ServerLoad(id="ps10", leads=1, backs_up=1),
+        ServerLoad(id="ps10", leads=1, backs_up=1, leading=[1], backing=[0]),
+    ]  # fmt: skip
+    assert (told.bucket_rows_per_s, told.rebalanced) == ([], None)
+    told = tables_status(known, {}, (1.0, 2.06, 4.0, 8.0), ("now", "nothing moves"))
+    assert told.bucket_rows_per_s == [1.0, 2.1, 4.0, 8.0]
+    assert [one.asked_per_s for one in told.servers] == [9.0, 2.1]
+    assert told.rebalanced is not None
+    assert (told.rebalanced.request, told.rebalanced.words) == ("now", "nothing moves")
+
+
+def test_many_buckets_are_counted_and_not_listed() -> None:
+    placements = (Placement(1, "ps0", ("ps1",)),) * (MAX_LISTED_BUCKETS + 1)
+    known = ClusterMap("job", servers={"ps0": "", "ps1": ""}, placements=placements)
+    told = tables_status(known, {}, (1.0,) * len(placements))
+    assert told.bucket_rows_per_s == []
+    assert [(one.leads, one.leading, one.asked_per_s) for one in told.servers] == [
+        (513, [], 513.0), (0, [], 0.0),
     ]  # fmt: skip

@@ -290,6 +290,8 @@ class ServersPresent:
     """The desired number of servers."""
     ended: bool = False
     """Whether the job has ended, or was deleted: nobody needs rows any more."""
+    rebalance: str = ""
+    """The newest request of a user to even the servers; empty if there was none."""
 
 
 Effect = (

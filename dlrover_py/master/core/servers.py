@@ -178,7 +178,8 @@ class Servers:
                 record.nodes[node] = leaving or "the workers have ended"
                 self.state.changed()
                 self._end(node, 0.0)
-        present = ServersPresent(frozenset(record.nodes), wanted, self.state.phase.ended)
+        request = self.live.spec.spec.rebalance_servers or ""
+        present = ServersPresent(frozenset(record.nodes), wanted, self.state.phase.ended, request)
         if present != self._told:
             self._told = present
             self.live.emit(present)

@@ -1,0 +1,191 @@
+"""The map of a parameter server for people and scripts: who has which bucket, and what would move.
+
+Pure functions of the status that the job's master publishes.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.status import MAX_LISTED_BUCKETS, JobStatus, TablesStatus
+from dlrover_py.protocol.words import counted, plain
+
+
+@dataclass(frozen=True, slots=True)
+class BucketMove:
+    """A bucket that gets another primary, or a copy on another server."""
+
+    bucket: int
+    primary: str
+    """The present primary."""
+    to: str
+    """The later primary."""
+    copied_to: str
+    """The server to which the rows are copied; empty if it has them."""
+
+    @property
+    def words(self) -> str:
+        """The move as a sentence."""
+        line = f"bucket {self.bucket}: "
+        if self.to != self.primary:
+            line += f"{self.primary} → {self.to}"
+            return line + (", copied" if self.copied_to == self.to else ", which has a copy")
+        return line + f"a copy on {self.copied_to}"
+
+
+def load_shares(tables: TablesStatus) -> dict[str, float]:
+    """Return the load of each server as a multiple of the mean; empty if nothing was measured."""
+    total = sum(one.asked_per_s for one in tables.servers)
+    if not total:
+        return {}
+    return {one.id: one.asked_per_s * len(tables.servers) / total for one in tables.servers}
+
+
+def numbers(buckets: Sequence[int]) -> str:
+    """Return ascending numbers as a short text, such as ``0-3 7``."""
+    runs: list[list[int]] = []
+    for bucket in buckets:
+        if runs and bucket == runs[-1][1] + 1:
+            runs[-1][1] = bucket
+        else:
+            runs.append([bucket, bucket])
+    return " ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def table(tables: TablesStatus) -> Table:
+    """Return what each server has, as a table."""
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    made.add_column("SERVER")
+    for name in ("ASKED/S", "OF MEAN"):
+        made.add_column(name, justify="right", no_wrap=True)
+    for name in ("LEADS", "COPIES OF", "RECEIVES"):
+        made.add_column(name, overflow="fold")
+    shares = load_shares(tables)
+    listed = tables.buckets <= MAX_LISTED_BUCKETS
+    for one in tables.servers:
+        made.add_row(
+            plain(one.id),
+            f"{one.asked_per_s:,.0f}",
+            f"{shares[one.id]:.2f}" if shares else "–",
+            numbers(one.leading) if listed else f"{one.leads} buckets",
+            numbers(one.backing) if listed else f"{one.backs_up} buckets",
+            numbers(one.receiving) if listed else f"{one.receives} buckets",
+        )
+    return made
+
+
+def document(tables: TablesStatus) -> dict[str, Any]:
+    """Return the map for scripts. ``placements`` is empty with more than 512 buckets."""
+    shares, rates = load_shares(tables), tables.bucket_rows_per_s
+    placements: list[dict[str, Any]] = [
+        {"bucket": bucket, "primary": None, "backups": [], "receivers": [], "rows_per_s": rate}
+        for bucket, rate in enumerate(rates or [None] * tables.buckets)
+    ]
+    if tables.buckets > MAX_LISTED_BUCKETS:
+        placements = []
+    for one in tables.servers:
+        for bucket in one.leading:
+            placements[bucket]["primary"] = one.id
+        for bucket in one.backing:
+            placements[bucket]["backups"].append(one.id)
+        for bucket in one.receiving:
+            placements[bucket]["receivers"].append(one.id)
+    return {
+        "epoch": tables.epoch,
+        "buckets": tables.buckets,
+        "lost_buckets": tables.lost_buckets,
+        "busiest": max(shares.values()) if shares else None,
+        "servers": [
+            {
+                "id": one.id,
+                "rows_per_s": one.asked_per_s,
+                "of_mean": shares.get(one.id),
+                "leads": one.leads,
+                "copies_of": one.backs_up,
+                "receives": one.receives,
+            }
+            for one in tables.servers
+        ],
+        "placements": placements,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Foreseen:
+    """What `dlrover ps rebalance` would do."""
+
+    busiest: float
+    """The load of the busiest server now, as a multiple of the mean."""
+    later: float
+    """The same when all has moved."""
+    moves: list[BucketMove]
+
+    @property
+    def words(self) -> str:
+        """The result as a sentence."""
+        if not self.moves:
+            return f"nothing would move: the busiest server has {self.busiest:.2f} times the mean"
+        return (
+            f"{counted(len(self.moves), 'bucket')} would move: the busiest server has "
+            f"{self.busiest:.2f} times the mean load, and would have {self.later:.2f}"
+        )
+
+
+def foreseen(status: JobStatus) -> Foreseen:
+    """Return what would move now. The coordinator decides by newer loads, so it may differ.
+
+    Raises:
+        ConfigError: The buckets or their loads are not known.
+    """
+    from dlrover_py.ps.balance import weights_of
+    from dlrover_py.ps.planner import PlanRules, foresee
+    from dlrover_py.ps.spread import unevenness_of
+
+    tables = status.tables
+    weights = weights_of(tables.bucket_rows_per_s) if tables is not None else ()
+    if tables is None or not weights:
+        raise ConfigError(
+            "expected workers that have asked for rows in the last half minute, found loads of no "
+            f"bucket; they are listed with at most {MAX_LISTED_BUCKETS} buckets"
+        )
+    known = _known(tables, {one.id for one in status.servers if one.message})
+    copies = max(len(one.members) for one in known.placements)
+    rules = PlanRules(buckets=tables.buckets, servers=len(known.servers), replicas=copies)
+    later = foresee(known, rules, weights)
+    moves = []
+    for bucket, (old, new) in enumerate(zip(known.placements, later.placements, strict=True)):
+        copied = [name for name in new.members if name not in old.members]
+        if copied or old.primary != new.primary:
+            moves.append(BucketMove(bucket, old.primary, new.primary, "".join(copied[:1])))
+    now = unevenness_of(known, weights)
+    return Foreseen(now, unevenness_of(later, weights), moves)
+
+
+def _known(tables: TablesStatus, leaving: Collection[str]) -> Any:
+    """Return the cluster map that a status tells, without what is on its way."""
+    from dlrover_py.ps.cluster_map import AckMode, ClusterMap, Placement
+
+    placements: list[Placement | None] = [None] * tables.buckets
+    backups: list[list[str]] = [[] for _ in placements]
+    for one in tables.servers:
+        for bucket in one.backing:
+            backups[bucket].append(one.id)
+    for one in tables.servers:
+        for bucket in one.leading:
+            placements[bucket] = Placement(1, one.id, tuple(backups[bucket]))
+    found = [one for one in placements if one is not None]
+    if len(found) < len(placements):
+        raise ConfigError(
+            f"{counted(len(placements) - len(found), 'bucket')} has no server: expected "
+            "`dlrover ps map` without lost buckets"
+        )
+    return ClusterMap(
+        "job",
+        ack=AckMode(tables.ack),
+        servers={one.id: "" for one in tables.servers},
+        draining=tuple(one.id for one in tables.servers if one.id in leaving),
+        placements=tuple(found),
+    )

@@ -1,0 +1,158 @@
+"""How buckets are spread over servers, and which one should move to make them more even (pure).
+
+Servers are even by the *weights* of the buckets that they lead. Without weights, each bucket counts
+as much. Copies are even by their number, because each needs memory.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from dlrover_py.ps.cluster_map import AckMode, ClusterMap, Placement, Replacing
+
+ENOUGH = 1.05
+"""Load of the busiest server, as a multiple of the mean, that is not worth a move.
+
+Weights are measured, so smaller differences may be chance."""
+IDLE = 0.8
+"""Load of a server, as a multiple of the mean, below which it gets buckets in any case."""
+ENOUGH_COPIES = 1.1
+"""Copies of a server, as a multiple of the mean, that are not worth a move where weights count."""
+
+
+def after(one: Placement) -> tuple[str, ...]:
+    """Return the members of a bucket when its learner is ready, the primary first."""
+    if one.replacing is Replacing.PRIMARY:
+        return (one.learner, *one.backups)
+    if one.replacing is Replacing.BACKUP:
+        return (one.primary, one.learner)
+    return one.members
+
+
+def led_loads(known: ClusterMap, weights: Sequence[float]) -> dict[str, float]:
+    """Return the load of each server that stays: the sum of the weights of its buckets.
+
+    A bucket counts for the server that leads it when what moves now has moved.
+
+    Args:
+        known: The map.
+        weights: One for each bucket.
+    """
+    loads = {server: 0.0 for server in known.servers if server not in known.draining}
+    for one, weight in zip(known.placements, weights, strict=True):
+        primary = after(one)[0]
+        if primary in loads:
+            loads[primary] += weight
+    return loads
+
+
+def unevenness_of(known: ClusterMap, weights: Sequence[float]) -> float:
+    """Return the load of the busiest server as a multiple of the mean; 1 if there is no load.
+
+    Args:
+        known: The map.
+        weights: One for each bucket.
+    """
+    return unevenness(led_loads(known, weights).values())
+
+
+def unevenness(loads: Collection[float]) -> float:
+    """Return the greatest of some loads as a multiple of their mean; 1 if there is no load."""
+    total = sum(loads)
+    return max(loads) * len(loads) / total if total else 1.0
+
+
+class Spread:
+    """The loads of servers while the planner changes placements one after the other."""
+
+    def __init__(self, known: ClusterMap, targets: list[str]) -> None:
+        """Count what each server has, with what is on its way.
+
+        Args:
+            known: The map.
+            targets: Servers that may get buckets.
+        """
+        self.copies = Counter(dict.fromkeys(known.servers, 0))
+        """Copies of each server."""
+        self.led = Counter(dict.fromkeys(known.servers, 0))
+        """Sum of the weights of the buckets that each server leads."""
+        self._ack, self._targets = known.ack, targets
+        self._measured = bool(known.weights)
+        self._weights = known.weights or (1,) * len(known.placements)
+        for bucket, one in enumerate(known.placements):
+            members = after(one)
+            self.copies.update(members)
+            self.led[members[0]] += self._weights[bucket]
+        count = max(1, len(targets))
+        self._mean_led = sum(self._weights) / count
+        self._mean_copies = self.copies.total() / count
+
+    def order(self, *, coarse: bool) -> list[int]:
+        """Return the buckets in the order in which they should move.
+
+        Heavy ones come first. With ``coarse``, all are heavier than half of the gap between two
+        servers. The lightest one is then next to the half.
+        """
+        buckets = range(len(self._weights))
+        if not self._measured:
+            return list(buckets)
+        return sorted(buckets, key=lambda one: self._weights[one] * (1 if coarse else -1))
+
+    def lead(self, server: str, bucket: int) -> None:
+        """Note that a server gets a bucket that no running server has."""
+        self.led[server] += self._weights[bucket]
+        self.copies[server] += 1
+
+    def move(self, bucket: int, old: Placement, new: Placement) -> None:
+        """Note that the placement of a bucket changes."""
+        before, later = after(old), after(new)
+        self.copies.subtract(before)
+        self.copies.update(later)
+        self.led[before[0]] -= self._weights[bucket]
+        self.led[later[0]] += self._weights[bucket]
+
+    def better(self, bucket: int, one: Placement, *, coarse: bool) -> Placement | None:
+        """Return a placement that makes servers more even; None if there is none.
+
+        Each one makes the sum of the squares of the loads smaller. So an end is reached.
+
+        Args:
+            bucket: The bucket.
+            one: Its placement. It does not move.
+            coarse: Whether the bucket may be so heavy that its new server has more than its old one
+                keeps.
+        """
+        leaving = one.primary not in self._targets
+        # A backup has the rows: nothing is copied.
+        for backup in one.backups:
+            if backup in self._targets and (leaving or self._eases(bucket, one, backup, coarse)):
+                if self._ack is AckMode.BACKUP:
+                    return replace(one, primary=backup, backups=(one.primary,))
+                # It may lack the last pushes: it must catch up first.
+                return replace(one, backups=(), learner=backup, replacing=Replacing.PRIMARY)
+        fit = [server for server in self._targets if server not in one.members]
+        if not fit:
+            staying = tuple(backup for backup in one.backups if backup in self._targets)
+            leave = one.primary in self._targets and staying != one.backups
+            return replace(one, backups=staying) if leave else None
+        least = min(fit, key=lambda server: (self.led[server], self.copies[server], server))
+        if leaving or self._eases(bucket, one, least, coarse):
+            return replace(one, learner=least, replacing=Replacing.PRIMARY)
+        least = min(fit, key=lambda server: (self.copies[server], server))
+        for backup in one.backups:
+            if backup not in self._targets or self._has_more_copies(backup, least):
+                return replace(one, learner=least, replacing=Replacing.BACKUP)
+        return None
+
+    def _eases(self, bucket: int, one: Placement, target: str, coarse: bool) -> bool:
+        """Return whether a bucket should be led by another server, to even the loads."""
+        weight, gap = self._weights[bucket], self.led[one.primary] - self.led[target]
+        if not (weight < gap if coarse else 2 * weight <= gap):
+            return False
+        busy = self.led[one.primary] > ENOUGH * self._mean_led
+        return not self._measured or busy or self.led[target] < IDLE * self._mean_led
+
+    def _has_more_copies(self, server: str, target: str) -> bool:
+        gap = self.copies[server] - self.copies[target]
+        busy = self.copies[server] > ENOUGH_COPIES * self._mean_copies
+        return gap > 1 and (not self._measured or busy or not self.copies[target])

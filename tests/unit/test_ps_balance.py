@@ -1,0 +1,231 @@
+"""Servers are evened by the rows that workers ask for, with few moves, and not to and fro."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from dlrover_py.ps.balance import MIN_RATE, PAUSE_S, WINDOW_S, WINDOWS, BucketLoads
+from dlrover_py.ps.cluster_map import AckMode, ClusterMap
+from dlrover_py.ps.hashing import bucket_of, salt_of
+from dlrover_py.ps.planner import Planner, PlanRules, foresee
+from dlrover_py.ps.spread import led_loads, unevenness, unevenness_of
+
+IDS = 1_000_000
+ROWS = 200_000
+"""Rows that workers ask for in a window."""
+Counts = npt.NDArray[np.int64]
+
+
+def zipf(buckets: int, *, exponent: float = 1.1, table: str = "user") -> npt.NDArray[np.float64]:
+    """Return the probability that a row of Zipf traffic is in each bucket."""
+    chances = 1 / np.arange(1, IDS + 1, dtype=np.float64) ** exponent
+    found = bucket_of(np.arange(IDS, dtype=np.int64), salt_of(table), buckets)
+    return np.bincount(found, chances / chances.sum(), buckets).astype(np.float64)
+
+
+def planner(servers: int, buckets: int, **rules: object) -> Planner:
+    made = PlanRules(buckets=buckets, servers=servers, **rules)  # type: ignore[arg-type]
+    plan = Planner(ClusterMap("j", ack=made.ack), made, 0.0)
+    for index in range(servers):
+        plan.heard(f"ps{index}", f"at-{index}", 0.0)
+    return plan
+
+
+def move_one(plan: Planner) -> bool:
+    """Let the first learner get its rows; return whether there was one."""
+    for bucket, one in enumerate(plan.map.placements):
+        if one.learner:
+            plan.synced(one.primary, bucket, one.term, one.learner)
+            return True
+    return False
+
+
+def ratio(plan: Planner, chances: npt.NDArray[np.float64]) -> float:
+    """Return the true load of the busiest server, as a multiple of the mean."""
+    return unevenness_of(plan.map, chances.tolist())
+
+
+def whole(plan: Planner, copies: int = 2) -> bool:
+    """Return whether each bucket has its in-sync copies, on different servers."""
+    members = [(one.primary, *one.backups) for one in plan.map.placements]
+    return all(len(set(one)) == len(one) == copies for one in members)
+
+
+@pytest.mark.parametrize("buckets", [64, 1024])
+@pytest.mark.parametrize("ack", list(AckMode))
+def test_zipf_traffic_on_eight_servers_is_evened(ack: AckMode, buckets: int) -> None:
+    chances = zipf(buckets)
+    plan = planner(8, buckets, ack=ack)
+    assert ratio(plan, chances) > 1.5, "by number alone"
+    plan.weigh([max(1, round(one * buckets * 1000)) for one in chances])
+    moves = 0
+    while True:
+        moving = sum(bool(one.replacing) for one in plan.map.placements)
+        assert moving <= plan.rules.moves
+        if ack is AckMode.BACKUP:
+            assert whole(plan), "a bucket has fewer in-sync copies while it moves"
+        if not move_one(plan):
+            break
+        moves += 1
+    assert whole(plan)
+    assert ratio(plan, chances) <= 1.10
+    assert moves < buckets / 2
+    copies = [sum(name in one.members for one in plan.map.placements) for name in plan.map.servers]
+    assert unevenness(copies) <= 1.15
+
+
+def test_what_is_foreseen_happens() -> None:
+    chances = zipf(256)
+    plan = planner(8, 256)
+    weights = [max(1, round(one * 256 * 1000)) for one in chances]
+    foreseen = foresee(plan.map, plan.rules, weights)
+    assert not plan.map.weights, "nothing was changed"
+    plan.weigh(weights)
+    while any(one.learner for one in plan.map.placements):
+        plan.catch_up()
+    assert [one.members for one in foreseen.placements] == [
+        one.members for one in plan.map.placements
+    ]
+
+
+class Traffic:
+    """Servers that count the rows of workers, a planner, and the watch between them."""
+
+    def __init__(self, plan: Planner, chances: npt.NDArray[np.float64], rows: int = ROWS) -> None:
+        self.plan, self.chances, self.rows = plan, chances, rows
+        self.watch = BucketLoads(0.0)
+        self.random = np.random.default_rng(7)
+        self.now, self.decisions = 0.0, 0
+
+    def window(self) -> int:
+        """Let a window pass; return how many buckets have got other members."""
+        before = [set(one.members) for one in self.plan.map.placements]
+        counts = self.random.multinomial(self.rows, self.chances).tolist()
+        for server in self.plan.map.servers:
+            self.watch.heard(server, enumerate(counts), self.plan.map)
+        self.now += WINDOW_S
+        weights = self.watch.tick(self.plan.map, self.now)
+        if weights is not None:
+            self.decisions += 1
+            self.plan.weigh(weights)
+        while move_one(self.plan):
+            pass
+        after = [set(one.members) for one in self.plan.map.placements]
+        return sum(old != new for old, new in zip(before, after, strict=True))
+
+    def windows(self, count: int) -> Iterator[int]:
+        for _ in range(count):
+            yield self.window()
+
+
+def test_uneven_servers_are_evened_once_and_then_stay() -> None:
+    traffic = Traffic(planner(8, 1024), zipf(1024))
+    assert sum(traffic.windows(WINDOWS - 1)) == 0, "a few windows decide nothing"
+    assert traffic.window() > 0
+    assert ratio(traffic.plan, traffic.chances) <= 1.10
+    assert sum(traffic.windows(30)) == 0, "buckets move to and fro"
+    assert traffic.decisions == 1
+
+
+def test_other_ids_become_hot() -> None:
+    traffic = Traffic(planner(8, 1024), zipf(1024))
+    list(traffic.windows(WINDOWS))
+    traffic.chances = zipf(1024, table="other")
+    assert ratio(traffic.plan, traffic.chances) > 1.25
+    list(traffic.windows(int(PAUSE_S / WINDOW_S) + 2 * WINDOWS))
+    assert ratio(traffic.plan, traffic.chances) <= 1.10
+    assert sum(traffic.windows(20)) == 0
+
+
+def test_a_server_that_comes_gets_its_part_of_the_load() -> None:
+    chances = zipf(256)
+    plan = planner(4, 256)
+    plan.weigh([max(1, round(one * 256 * 1000)) for one in chances])
+    while move_one(plan):
+        pass
+    plan.heard("ps4", "at-4", 0.0)
+    while move_one(plan):
+        assert whole(plan)
+    assert led_loads(plan.map, chances.tolist())["ps4"] > 0.75 / 5
+    assert ratio(plan, chances) <= 1.10
+
+
+@pytest.mark.parametrize("rows", [0, int(MIN_RATE * WINDOW_S / 2)])
+def test_few_rows_say_nothing(rows: int) -> None:
+    traffic = Traffic(planner(2, 4), np.array([1.0, 0, 0, 0]), rows)
+    assert sum(traffic.windows(10)) == 0
+    assert traffic.watch.weights == ()
+
+
+def test_even_traffic_moves_nothing() -> None:
+    """Each row of a batch is asked for once: the loads of buckets differ by chance only."""
+    traffic = Traffic(planner(8, 64), np.full(64, 1 / 64))
+    assert sum(traffic.windows(20)) == 0
+    assert traffic.decisions == 0
+
+
+def test_nothing_is_decided_while_buckets_move() -> None:
+    traffic = Traffic(planner(2, 16), zipf(16))
+    traffic.plan.heard("ps2", "at-2", 0.0)
+    assert any(one.learner for one in traffic.plan.map.placements)
+    for _ in range(2 * WINDOWS):
+        traffic.now += WINDOW_S
+        traffic.watch.heard("ps0", ((bucket, 10_000) for bucket in range(16)), traffic.plan.map)
+        assert traffic.watch.tick(traffic.plan.map, traffic.now) is None
+
+
+def test_only_the_primary_of_a_bucket_counts_its_rows() -> None:
+    plan = planner(2, 2)
+    watch = BucketLoads(0.0)
+    for server in plan.map.servers:
+        watch.heard(server, [(0, 5000), (1, 15000), (-1, 9), (7, 9)], plan.map)
+    watch.heard("stranger", [(0, 10**9)], plan.map)
+    watch.tick(plan.map, WINDOW_S)
+    assert watch.weights == (500, 1500)
+
+
+def test_the_next_planner_goes_on_with_the_weights() -> None:
+    """It would move all buckets back, to give each server as many."""
+    chances = zipf(256)
+    plan = planner(8, 256)
+    plan.weigh([max(1, round(one * 256 * 1000)) for one in chances])
+    while move_one(plan):
+        pass
+    stored = msgspec.json.decode(msgspec.json.encode(plan.map), type=ClusterMap)
+    later = Planner(stored, plan.rules, 5.0)
+    later.heard("ps0", "at-another-place", 6.0)
+    assert later.map.placements == plan.map.placements
+
+
+def test_a_server_that_leaves_gives_heavy_buckets_to_those_with_the_least_load() -> None:
+    chances = zipf(256)
+    plan = planner(4, 256)
+    plan.weigh([max(1, round(one * 256 * 1000)) for one in chances])
+    while move_one(plan):
+        pass
+    plan.drain("ps3")
+    while move_one(plan):
+        assert whole(plan)
+    assert not any("ps3" in one.members for one in plan.map.placements)
+    assert ratio(plan, chances) <= 1.10
+
+
+def test_one_bucket_that_is_too_heavy_moves_nothing_again_and_again() -> None:
+    chances = np.array([0.5] + [0.5 / 63] * 63)
+    traffic = Traffic(planner(4, 64), chances)
+    list(traffic.windows(WINDOWS))
+    settled = traffic.plan.map.placements
+    assert {one.primary for one in settled[1:]}.isdisjoint({settled[0].primary})
+    assert sum(traffic.windows(30)) == 0
+    assert sum(traffic.windows(330)) == 0
+    assert traffic.decisions <= 7, "an hour, and the pauses grow"
+
+
+def test_without_weights_an_old_map_can_be_read() -> None:
+    stored = msgspec.to_builtins(replace(planner(2, 4).map))
+    del stored["weights"]
+    assert msgspec.convert(stored, ClusterMap).weights == ()

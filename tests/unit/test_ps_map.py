@@ -1,0 +1,100 @@
+"""`dlrover ps map` and `ps rebalance --dry-run` show what the job's status says of its servers."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from dlrover_py.cli import server_map
+from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.status import (
+    JobPhase,
+    JobStatus,
+    ServerLoad,
+    ServerStatus,
+    TablesStatus,
+)
+from tests.unit.test_view import status as shown
+
+TABLES = TablesStatus(
+    epoch=7,
+    tables=["user"],
+    buckets=4,
+    servers=[
+        ServerLoad(
+            id="ps0", leads=2, backs_up=2, asked_per_s=1600.0, leading=[0, 1], backing=[2, 3]
+        ),
+        ServerLoad(
+            id="ps1", leads=2, backs_up=2, receives=1, asked_per_s=400.0, leading=[2, 3],
+            backing=[0, 1], receiving=[0],
+        ),
+    ],
+    bucket_rows_per_s=[900.0, 700.0, 200.0, 200.0],
+)  # fmt: skip
+
+
+def status(tables: TablesStatus | None, *leaving: str) -> JobStatus:
+    servers = [ServerStatus(id=one, running=True, message="it is drained") for one in leaving]
+    return shown(JobPhase.RUNNING).model_copy(update={"tables": tables, "servers": servers})
+
+
+def test_numbers_are_ranges() -> None:
+    assert server_map.numbers([]) == ""
+    assert server_map.numbers([0, 1, 2, 5, 7, 8]) == "0-2 5 7-8"
+
+
+def test_the_map_is_a_table() -> None:
+    out = io.StringIO()
+    Console(file=out, width=100).print(server_map.table(TABLES))
+    head, first, second = out.getvalue().splitlines()
+    assert head.split() == [
+        "SERVER", "ASKED/S", "OF", "MEAN", "LEADS", "COPIES", "OF", "RECEIVES"
+    ]  # fmt: skip
+    assert first.split() == ["ps0", "1,600", "1.60", "0-1", "2-3"]
+    assert second.split() == ["ps1", "400", "0.40", "2-3", "0-1", "0"]
+
+
+def test_the_map_is_a_document_for_scripts() -> None:
+    made = server_map.document(TABLES)
+    assert (made["epoch"], made["buckets"], made["busiest"]) == (7, 4, 1.6)
+    assert made["placements"][0] == {
+        "bucket": 0, "primary": "ps0", "backups": ["ps1"], "receivers": ["ps1"],
+        "rows_per_s": 900.0,
+    }  # fmt: skip
+    assert [one["of_mean"] for one in made["servers"]] == [1.6, 0.4]
+
+
+def test_without_loads_the_map_has_none() -> None:
+    idle = [one.model_copy(update={"asked_per_s": 0.0}) for one in TABLES.servers]
+    tables = TABLES.model_copy(update={"servers": idle, "bucket_rows_per_s": []})
+    made = server_map.document(tables)
+    assert made["busiest"] is None
+    assert made["placements"][3]["rows_per_s"] is None
+    with pytest.raises(ConfigError, match="found loads of no bucket"):
+        server_map.foreseen(status(tables))
+    with pytest.raises(ConfigError, match="found loads of no bucket"):
+        server_map.foreseen(status(None))
+
+
+def test_what_would_move_is_foreseen() -> None:
+    plan = server_map.foreseen(status(TABLES))
+    assert [one.words for one in plan.moves] == ["bucket 1: ps0 → ps1, which has a copy"]
+    assert plan.words == (
+        "1 bucket would move: the busiest server has 1.60 times the mean load, and would have 1.10"
+    )
+
+
+def test_copies_would_go_to_a_server_without_any() -> None:
+    tables = TABLES.model_copy(update={"servers": [*TABLES.servers, ServerLoad(
+        id="ps2", leads=0, backs_up=0)]})  # fmt: skip
+    plan = server_map.foreseen(status(tables))
+    assert "bucket 1: ps0 → ps2, copied" in [one.words for one in plan.moves]
+    assert plan.later < plan.busiest
+    leaving = server_map.foreseen(status(tables, "ps2"))
+    assert not [one for one in leaving.moves if "ps2" in one.words]
+
+
+def test_lost_buckets_are_said() -> None:
+    lost = [TABLES.servers[0], TABLES.servers[1].model_copy(update={"leading": [2]})]
+    with pytest.raises(ConfigError, match="1 bucket has no server"):
+        server_map.foreseen(status(TABLES.model_copy(update={"servers": lost})))
