@@ -207,22 +207,23 @@ class Replica:
             if not state.version and self._loads(bucket)
         ]
 
-    def on_loaded(
-        self, bucket: int, term: int, clients: dict[str, tuple[int, int]], payload: Rows
-    ) -> None:
+    def on_loaded(self, bucket: int, term: int, payload: Rows) -> None:
         """Take over a bucket from a cut, if it is still asked for.
+
+        The cut's numbers of pushes are not taken over. The cut may be of another run, whose workers
+        had the same names and greater numbers. Pushes from before the return are refused by their
+        epoch.
 
         Args:
             bucket: The bucket.
             term: The term in which it was asked for.
-            clients: The last push of each worker.
             payload: Its records.
         """
         if (bucket, term) not in self.to_load():
             return
         state = self._buckets[bucket]
         self._data.install(payload, [bucket])
-        state.last_term, state.version, state.clients = term, 1, dict(clients)
+        state.last_term, state.version, state.clients = term, 1, {}
 
     def _loads(self, bucket: int) -> bool:
         """Return whether this server is to read a bucket from a cut, by its newest term."""

@@ -234,8 +234,8 @@ class ParameterServer:
         if self._reader is None:
             return False
         while (found := self._reader.take()) is not None:
-            bucket, clients, payload = found
-            replica.on_loaded(bucket, self._reader.wanted[bucket], clients, payload)
+            bucket, payload = found
+            replica.on_loaded(bucket, self._reader.wanted[bucket], payload)
         if self._reader.error:
             _LOG.error("a cut cannot be read", extra={"fields": {"error": self._reader.error}})
             self._read_at = now + RETRY_S

@@ -98,12 +98,12 @@ class CutReader:
         self.error = ""
         """Why the thread has ended too early."""
         self._place = place
-        self._found: queue.Queue[Bucket] = queue.Queue(AHEAD)
+        self._found: queue.Queue[tuple[int, Payload]] = queue.Queue(AHEAD)
         self._over = threading.Event()
         threading.Thread(target=self._run, name="ps-cut-reader", daemon=True).start()
 
-    def take(self) -> Bucket | None:
-        """Return a bucket that was read; None if there is none yet."""
+    def take(self) -> tuple[int, Payload] | None:
+        """Return a bucket that was read, and its records; None if there is none yet."""
         with contextlib.suppress(queue.Empty):
             return self._found.get_nowait()
         return None
@@ -119,7 +119,7 @@ class CutReader:
             for bucket in self.wanted:
                 if self._over.is_set():
                     return
-                found = (bucket, cut.document.pushes[bucket], cut.read(bucket))
+                found = (bucket, cut.read(bucket))
                 while not self._over.is_set():
                     with contextlib.suppress(queue.Full):
                         self._found.put(found, timeout=WAIT_S)

@@ -400,7 +400,7 @@ class PsCutMachine(PsMachine):
         for name in list(self.servers):
             for bucket, term in self.servers[name].to_load()[:count]:
                 assert self.saved is not None
-                self.servers[name].on_loaded(bucket, term, *self.saved[1][bucket])
+                self.servers[name].on_loaded(bucket, term, self.saved[1][bucket][1])
             self.flush(name)
 
     def cuts_go_on(self) -> None:

@@ -36,7 +36,7 @@ from dlrover_py.ps.meetings import Meetings
 from dlrover_py.ps.messages import Meet, Met, Push, RefusalReason
 from dlrover_py.ps.planner import Planner, PlanRules
 from dlrover_py.ps.replication import Replica
-from dlrover_py.ps.specs import TableSpec
+from dlrover_py.ps.specs import Consistency, TableSpec
 from dlrover_py.ps.store import Store
 from dlrover_py.ps.wire import decode, send
 from tests.ps_threads import client, servers
@@ -142,6 +142,43 @@ def test_all_workers_go_back_together(tmp_path: Path) -> None:
         push(one, 2)
         with pytest.raises(CheckpointError, match="there is no cut '9'"):
             one.restore(9, 1)
+
+
+@pytest.mark.parametrize("consistency", [None, specs.sync()])
+@pytest.mark.parametrize("begun", [1, 3])
+def test_every_push_counts_after_the_return_to_the_cut_of_another_run(
+    tmp_path: Path, consistency: Consistency | None, begun: int
+) -> None:
+    """Its workers had the same names, as often begun or more often, and had pushed more."""
+    cuts, one = str(tmp_path / "cuts"), np.ones((len(IDS), 2), np.float32)
+    plain = TableSpec("plain", 2, specs.sgd(1.0), specs.uniform(0.0, 0.0))
+    for folder in ("first", "second"):
+        (tmp_path / folder).mkdir()
+
+    def train(worker: PsClient, pushes: int) -> float:
+        for _ in range(pushes):
+            worker.push({"plain": (IDS, -one)}).result()
+        found = worker.pull({"plain": IDS}).result()["plain"]
+        assert (found == found[0, 0]).all()
+        return float(found[0, 0])
+
+    def ready(worker: PsClient) -> None:
+        worker.create(plain)
+        if consistency is not None:
+            worker.use(consistency, 1)
+
+    with servers(tmp_path / "first", 2, 8, cuts) as access:
+        for _ in range(begun - 1):
+            with client(access):
+                pass
+        with client(access) as worker:
+            ready(worker)
+            assert train(worker, 5) == 5
+            worker.save(5, 1)
+    with servers(tmp_path / "second", 2, 8, cuts) as access, client(access) as worker:
+        ready(worker)
+        assert worker.restore(world=1) == 5
+        assert [train(worker, 1) for _ in range(3)] == [6, 7, 8]
 
 
 def test_without_a_directory_nothing_is_saved(tmp_path: Path) -> None:
@@ -535,14 +572,15 @@ def test_a_push_from_before_the_return_is_not_applied() -> None:
     server.on_map(known, 0.0)
     assert (server.to_load(), server.led()) == ([(0, 2)], [])
     assert sent(server, 6, 8) == [RefusalReason.MOVED]
-    server.on_loaded(0, 1, {}, [])
+    server.on_loaded(0, 1, [])
     assert server.to_load() == [(0, 2)], "what was asked for in an older term was taken"
-    server.on_loaded(0, 2, {"w": (1, 3)}, [])
+    server.on_loaded(0, 2, [])
     assert (server.loaded(), server.to_load(), server.led()) == ([(0, 2)], [], [])
     placements = (replace(loading, term=3, loading=False),)
     server.on_map(replace(known, epoch=7, placements=placements), 0.0)
-    assert server.numbers(0) == {"w": (1, 3)}
     assert sent(server, 5, 4) == [RefusalReason.MOVED]
+    assert not server.numbers(0)
     assert sent(server, 7, 3) == ["done"]
-    assert server.duplicates == 1
+    assert server.numbers(0) == {"w": (1, 3)}, "it was taken for a push that the cut has"
     assert sent(server, 7, 9) == ["done"]
+    assert server.duplicates == 0
