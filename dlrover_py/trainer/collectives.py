@@ -1,5 +1,6 @@
 """What the ranks of a world say to one another, over ``torch.distributed``."""
 
+import json
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -8,10 +9,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from dlrover_py.protocol import json_text
 from dlrover_py.protocol.errors import CheckpointError
 from dlrover_py.trainer import torch_compat
 
 T = TypeVar("T")
+MAX_VALUE_BYTES = 1 << 30
+"""Bytes of the largest value that a rank may send to the others."""
 
 
 def rank_and_world() -> tuple[int, int] | None:
@@ -26,14 +30,48 @@ def gather(value: Any, world: int) -> list[Any]:
 
     All ranks must call it (it is collective), unless ``world`` is 1.
 
+    ``dist.all_gather_object`` is not used: it runs any code that a received pickle names, and
+    neither gloo nor the store where its peers meet knows who they are.
+
     Args:
-        value: The value of this rank, which can be pickled.
-        world: The number of ranks.
+        value: the value of this rank, for JSON. A tuple in it arrives as a list.
+        world: number of ranks of the default group.
+
+    Raises:
+        CheckpointError: what a rank has sent is no JSON, or too large.
     """
-    values: list[Any] = [value] * world
-    if world > 1:
-        dist.all_gather_object(values, value)
-    return values
+    if world == 1:
+        return [value]
+    device = _device_of_group()
+    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
+    dist.all_gather(counts, torch.tensor([len(own)], dtype=torch.int64, device=device))
+    sizes = [int(count) for count in counts]
+    longest = max(sizes)
+    if longest > MAX_VALUE_BYTES:
+        raise CheckpointError(
+            f"a rank sends {longest} bytes to the others: expected at most {MAX_VALUE_BYTES}"
+        )
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: len(own)] = own
+    parts = [torch.empty_like(padded) for _ in range(world)]
+    dist.all_gather(parts, padded)
+    return [
+        _decoded(part[: max(0, size)].cpu().numpy().tobytes())
+        for part, size in zip(parts, sizes, strict=True)
+    ]
+
+
+def _decoded(data: bytes) -> Any:
+    """Return the value in what a rank has sent.
+
+    Raises:
+        CheckpointError: it is no JSON.
+    """
+    try:
+        return json_text.decoded(data)
+    except ValueError as error:
+        raise CheckpointError(f"what a rank has sent cannot be read: {error}") from error
 
 
 def total(values: Sequence[float], world: int) -> list[float]:

@@ -144,7 +144,10 @@ class ReplicaCheck:
         groups: dict[tuple[int, ...], list[torch.Tensor]] = {}
         for ranks, tensors in [*self._named, *_replicated(state)]:
             groups.setdefault(ranks, []).extend(tensors)
-        answers = context.gather({ranks: digest(tensors) for ranks, tensors in groups.items()})
+        own = [(ranks, digest(tensors)) for ranks, tensors in groups.items()]
+        answers = [
+            {tuple(ranks): value for ranks, value in answer} for answer in context.gather(own)
+        ]
         self.took_s += time.perf_counter() - began
         if not any(answers):
             self._notices.warn_once(

@@ -6,10 +6,11 @@ their slots until the next one is copied.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import astuple, replace
+from typing import Any, NamedTuple, Self
 
 from dlrover_py.protocol.checkpoint_id import CheckpointId
+from dlrover_py.protocol.names import Round, Step, Timeline
 from dlrover_py.protocol.slots import SlotHeader
 from dlrover_py.trainer.placement import WorkerContext
 from dlrover_py.trainer.vote import RankVote
@@ -24,6 +25,20 @@ class ReplicaMarks(NamedTuple):
     """The checkpoints that all nodes were to copy. Each has a flag (the peer has a copy) and the
     world size of that time."""
 
+    def plain(self) -> list[Any]:
+        """Return the marks as values for JSON."""
+        marked = [(astuple(one), *mark) for one, mark in self.marked.items()]
+        return [[astuple(one) for one in self.found], marked]
+
+    @classmethod
+    def read(cls, plain: Sequence[Any]) -> Self:
+        """Return the marks of which :meth:`plain` has returned the values."""
+        found, marked = plain
+        return cls(
+            tuple(_id_of(one) for one in found),
+            {_id_of(one): (bool(copied), int(world)) for one, copied, world in marked},
+        )
+
     def contradicts(self, one: CheckpointId) -> bool:
         """Return whether this rank shows that not all peers have a copy of the checkpoint.
 
@@ -37,6 +52,12 @@ class ReplicaMarks(NamedTuple):
         if not self.found:
             return False
         return min(self.found) <= one and max(self.found).timeline_key >= one.timeline_key
+
+
+def _id_of(plain: Sequence[int]) -> CheckpointId:
+    """Return the identity of a checkpoint from the values of its fields, in their order."""
+    round_, timeline, step = plain
+    return CheckpointId(round=Round(round_), timeline=Timeline(timeline), step=Step(step))
 
 
 def copied_by_all(said: Sequence[ReplicaMarks], loaded: CheckpointId) -> CheckpointId | None:
@@ -101,7 +122,8 @@ class ReplicaTracker:
         if context.copies and context.world > 1:
             found = [s for s in context.stager.found() if s is not None]
             marked = {s.id: (s.copied, s.world) for s in found if s.copy}
-            all_marks = context.gather(ReplicaMarks(tuple(s.id for s in found), marked))
+            own = ReplicaMarks(tuple(s.id for s in found), marked)
+            all_marks = [ReplicaMarks.read(one) for one in context.gather(own.plain())]
             self.copied = None if loaded is None else copied_by_all(all_marks, loaded)
             self._sharded = any(marks.marked for marks in all_marks)  # else the next votes decide
         self._unmark(context)

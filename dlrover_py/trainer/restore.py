@@ -15,7 +15,7 @@ value for each of these tensors.
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from dlrover_py.checkpoint import transfer
@@ -138,11 +138,12 @@ def load(
     except READ_ERRORS as error:
         refused = error
     stored_at = search.stored_at
-    lists = ranks.all((known, _message(refused)))
+    lists = ranks.all((known.found, known.any_listed, known.incomplete_reason, _message(refused)))
     if refused is not None:
         raise refused
-    ranks.refuse([f"nothing can be loaded: {why}" if why else "" for _, why in lists])
-    known = lists[0][0]
+    ranks.refuse([f"nothing can be loaded: {why}" if why else "" for *_, why in lists])
+    rows, listed, reason, _ = lists[0]
+    known = CandidateList(tuple(RestoreSource(*row) for row in rows), listed, reason)
     if not known.found and known.incomplete_reason:
         raise CheckpointError(
             f"{known.incomplete_reason}; it is not known whether there is a checkpoint: try again"
@@ -325,7 +326,11 @@ def agree(
     Raises:
         KeysDifferError: the checkpoint belongs to a different state than that of some rank.
     """
-    reports = ranks.all((_message(error), KeyDifferences() if plan is None else plan.keys))
+    own = KeyDifferences() if plan is None else plan.keys
+    reports = [
+        (message, KeyDifferences(**keys))
+        for message, keys in ranks.all((_message(error), asdict(own)))
+    ]
     if why := ranks.words([message for message, _ in reports]):
         return why
     assert plan is not None

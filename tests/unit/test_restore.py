@@ -1353,7 +1353,7 @@ def test_what_only_some_ranks_have_grown_makes_nothing_common(
     other = copy.deepcopy(fit.keys)
     other.new_entries = ["b.y"]
     ranks = Ranks(0, 1)
-    monkeypatch.setattr(ranks, "all", lambda said: [said, ("", other)])
+    monkeypatch.setattr(ranks, "all", lambda said: [said, ("", asdict(other))])
     with pytest.raises(KeysDifferError, match=r"no keys in common: the checkpoint has model\.w"):
         restore.agree(ranks, "step 7", fit, None, strict=False)
     other.new_entries = ["a.x"]

@@ -305,7 +305,7 @@ class ShardLoader:
         while True:
             self._check_committed()
             records = self._read(size)
-            here = len(records), self._past_epoch(), not records and stop()
+            here = len(records), self._past_epoch(), bool(not records and stop())
             counts, past, stops = zip(*self._gather(here), strict=True)
             if any(counts):
                 self.weight = len(records) * len(counts) / sum(counts)
