@@ -335,6 +335,14 @@ def test_a_loader_that_is_made_anew_continues(
     assert sorted(trained) == list(range(23))
 
 
+def test_a_line_that_cannot_be_parsed_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"a": 1}\n\n{"a": 2}\n')
+    source = LineSource([path], parse=json.loads)
+    with pytest.raises(ValueError, match=r"lines.jsonl: the line at byte 9 cannot be parsed"):
+        list(source.read(0, 0, 18))
+
+
 def test_a_source_of_ones_own() -> None:
     source: ShardSource = Letters()
     loader = ShardLoader("letters", source, epochs=1)

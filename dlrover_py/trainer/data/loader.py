@@ -95,6 +95,7 @@ class ElasticLoader:
         )
         self.sampler.fingerprint = fingerprint_of(dataset)
         batches: Any = self.sampler
+        self._seeds_samples = seed_samples
         if seed_samples:
             dataset, batches = SeededDataset(dataset, self.sampler.seed), SeededSampler(batches)
         self._ledger = None if ledger is None else LedgerWriter(ledger)
@@ -188,7 +189,12 @@ class ElasticLoader:
         rank = (rank_and_world() or (sampler.rank, 0))[0]
         reserved = 0 if ledger is None or rank else ledger.reserve(sampler)
         note = reserved, self._settings.proposal()
-        notes, is_first = self._agreement.check(sampler, note)
+        options = {
+            "ledger": "none" if ledger is None else "a folder",
+            "weigh_by": "none" if self.weight is None else "a function",
+            "seed_samples": self._seeds_samples,
+        }
+        notes, is_first = self._agreement.check(sampler, note, options)
         segment = notes[0][0]
         if ledger is not None:
             if not segment:
@@ -307,6 +313,10 @@ class TrainingStep:
         self._total = float(micro_batches[0].total)
         """Weight of the step, of all ranks together."""
         self._failed = False
+        self._unweighed = 0
+        """Number of micro-batches that were yielded since the last :meth:`weigh`."""
+        self._is_weighed = False
+        """Whether :meth:`weigh` was called."""
         self._digest = 0
         """Sum of the digests of this rank's samples so far, if there is a ledger."""
         self.epoch = loader.epoch
@@ -338,6 +348,7 @@ class TrainingStep:
             batch, self._weight = self._read()
             self._failed = False
             part = self._current = self._todo.pop()
+            self._unweighed += 1
             if isinstance(batch, DigestedBatch):
                 if part.samples:
                     self._digest += batch.digest
@@ -421,9 +432,17 @@ class TrainingStep:
             reduction: how the loss combines the samples (or tokens): ``"mean"`` or ``"sum"``.
 
         Raises:
-            ConfigError: the reduction is not one of these.
+            ConfigError: the reduction is not one of these; or several micro-batches were read since
+                the last call, so that it is not known to which one the loss belongs.
         """
         part, world = self.micro_batch, self._sampler.world
+        if self._unweighed > 1:
+            raise ConfigError(
+                f"data: step.weigh() after {self._unweighed} micro-batches were read: expected one "
+                "call for each, before the next is read: read one micro-batch at a time, without "
+                "list(step) and without a prefetcher"
+            )
+        self._unweighed, self._is_weighed = 0, True
         weight_of_all = self._total or math.inf  # without any weight the gradient is 0
         match reduction:
             case "mean":
@@ -453,8 +472,9 @@ class TrainingStep:
 
         Raises:
             ConfigError: the step has been committed or discarded, is not the current one, or has
-                micro-batches that were not computed. Or a state was taken after the last
-                micro-batch: its model may have learnt from the step, but its position is before it.
+                micro-batches that were not computed, or of which only some were weighed. Or a state
+                was taken after the last micro-batch: its model may have learnt from the step, but
+                its position is before it.
         """
         if self.committed or self.discarded or self._loader._step is not self:
             raise ConfigError(
@@ -465,6 +485,11 @@ class TrainingStep:
             raise ConfigError(
                 f"data: step.commit() with {len(self._todo)} micro-batches left: expected a loop "
                 "over all micro-batches of the step"
+            )
+        if self._is_weighed and self._unweighed:
+            raise ConfigError(
+                f"data: step.commit() after {self._unweighed} micro-batches without step.weigh(): "
+                "expected a call for each micro-batch of the step"
             )
         if self.saved_early:
             raise ConfigError(
@@ -528,7 +553,9 @@ def _check_dataset(dataset: Any) -> None:
     ):
         raise ConfigError(
             f"data: the dataset is a {type(dataset).__name__}, which has no numbered samples: "
-            "expected __len__ and __getitem__ (a map-style dataset)"
+            "expected a map-style dataset, with __len__ and __getitem__, that is no "
+            "IterableDataset; use ShardLoader with hugging_face_source or IterableSource for an "
+            "iterable, and with ChunkSource for a StreamingDataset of Mosaic"
         )
     if not len(dataset):
         raise ConfigError(f"data: the dataset, a {type(dataset).__name__}, has no samples")
@@ -537,7 +564,12 @@ def _check_dataset(dataset: Any) -> None:
 def _check_options(options: Mapping[str, Any]) -> None:
     """Raise ConfigError for an argument of ``DataLoader`` that the loader decides itself."""
     for name, value in options.items():
-        if name in ("batch_size", "sampler", "batch_sampler") or (name == "drop_last" and value):
+        if name == "drop_last" and value:
+            raise ConfigError(
+                "data: found drop_last=True: leave it out, since each sample is trained exactly "
+                "once: the last step of an epoch has the samples that are left"
+            )
+        if name in ("batch_size", "sampler", "batch_sampler"):
             raise ConfigError(
                 f"data: found {name}={value!r}: expected global_batch and micro_batch instead, "
                 "since each sample is trained exactly once"
