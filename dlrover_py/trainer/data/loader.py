@@ -83,8 +83,7 @@ class ElasticLoader:
             ConfigError: an argument cannot be used, or contradicts that each sample is trained
                 exactly once.
         """
-        _check_dataset(dataset)
-        _check_options(options)
+        _check(dataset, options)
         self.sampler = ElasticSampler(
             len(dataset),
             global_batch=global_batch,
@@ -95,7 +94,6 @@ class ElasticLoader:
         )
         self.sampler.fingerprint = fingerprint_of(dataset)
         batches: Any = self.sampler
-        self._seeds_samples = seed_samples
         if seed_samples:
             dataset, batches = SeededDataset(dataset, self.sampler.seed), SeededSampler(batches)
         self._ledger = None if ledger is None else LedgerWriter(ledger)
@@ -192,7 +190,7 @@ class ElasticLoader:
         options = {
             "ledger": "none" if ledger is None else "a folder",
             "weigh_by": "none" if self.weight is None else "a function",
-            "seed_samples": self._seeds_samples,
+            "seed_samples": isinstance(self._options["batch_sampler"], SeededSampler),
         }
         notes, is_first = self._agreement.check(sampler, note, options)
         segment = notes[0][0]
@@ -546,8 +544,13 @@ def _place_in(data_parallel: "DeviceMesh | tuple[int, int]") -> tuple[int, int]:
     return data_parallel.get_local_rank(), data_parallel.size()
 
 
-def _check_dataset(dataset: Any) -> None:
-    """Raise ConfigError if a dataset has no samples that can be numbered."""
+def _check(dataset: Any, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a dataset or an argument of ``DataLoader`` that cannot be used.
+
+    Args:
+        dataset: it must have samples that can be numbered.
+        options: arguments for ``DataLoader``, without those that the loader decides itself.
+    """
     if isinstance(dataset, IterableDataset) or not (
         hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     ):
@@ -559,10 +562,6 @@ def _check_dataset(dataset: Any) -> None:
         )
     if not len(dataset):
         raise ConfigError(f"data: the dataset, a {type(dataset).__name__}, has no samples")
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an argument of ``DataLoader`` that the loader decides itself."""
     for name, value in options.items():
         if name == "drop_last" and value:
             raise ConfigError(
