@@ -215,14 +215,12 @@ def test_another_batch_continues_with_the_samples_that_are_left(
     saving = {"save_strategy": "steps", "save_steps": 3} if stored_by == "trainer" else {}
 
     def checkpointer() -> Checkpointer | None:
-        return None if saving else Checkpointer(tmp_path / "stored")
+        return None if saving else Checkpointer(tmp_path / "stored", persist_every=3)
 
     first: dict[str, Any] = {"global_batch": batches[0], "checkpointer": checkpointer(), **saving}
     with trainer(tmp_path, Mean(), callbacks=[FailAfter(3)], **first) as one:
         with pytest.raises(InterruptedError):
             one.train()
-        if not saving:
-            one.checkpointer.save(3, one._parts(), force=True)
         rate = one.lr_scheduler.get_last_lr()[0]
         trained = read_by(one)[: 3 * batches[0]]
     options: dict[str, Any] = {"global_batch": batches[1], "checkpointer": checkpointer()}

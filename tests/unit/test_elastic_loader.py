@@ -11,6 +11,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.trainer.data import ElasticLoader, ElasticSampler
+from dlrover_py.trainer.data.agreement import difference
 from dlrover_py.trainer.data.verify import verify
 
 N, BATCH = 53, 12
@@ -257,9 +258,9 @@ class Stream(IterableDataset[int]):
     ("data", "options", "words"),
     [
         (Stream(), {}, "a Stream, which has no numbered samples"),
-        (iter([1]), {}, "expected __len__ and __getitem__"),
+        (iter([1]), {}, "expected a map-style dataset, with __len__"),
         ([], {}, "a list, has no samples"),
-        ([1, 2], {"drop_last": True}, "drop_last=True: expected global_batch and micro_batch"),
+        ([1, 2], {"drop_last": True}, "drop_last=True: leave it out, since each"),
         ([1, 2], {"batch_size": 2}, "batch_size=2"),
         ([1, 2], {"in_order": False}, "expected batches in order"),
         ([1, 2], {"global_batch": 0}, "global_batch is 0"),
@@ -287,6 +288,32 @@ def test_the_state_of_another_dataset_is_refused() -> None:
         ElasticLoader(Others(range(10)), global_batch=2)
     with pytest.raises(ConfigError, match="expected the state of an ElasticSampler, found None"):
         ElasticLoader([1], global_batch=2).load_state_dict(None)  # type: ignore[arg-type]
+
+
+def test_a_loss_belongs_to_one_micro_batch() -> None:
+    """Batches that were read ahead have another weight than the one that is computed."""
+    loader = ElasticLoader(list(range(10)), global_batch=10, micro_batch=3)
+    step = next(iter(loader))
+    list(step)
+    with pytest.raises(ConfigError, match="after 4 micro-batches were read"):
+        step.weigh(torch.ones(()))
+    step.discard()
+    step = next(iter(loader))
+    for number, _ in enumerate(step):
+        if number < 3:
+            step.weigh(torch.ones(()))
+            step.weigh(torch.ones(()))  # a second loss of the same samples
+    with pytest.raises(ConfigError, match="after 1 micro-batches without"):
+        step.commit()
+    step.weigh(torch.ones(()))
+    step.commit()
+
+
+def test_the_ranks_compare_the_arguments_of_their_loaders() -> None:
+    alike = {"offset": 8, "ledger": "none", "weigh_by": "none"}
+    assert difference([alike, dict(alike)]) == ""
+    assert "ledger=none" in difference([alike, {**alike, "ledger": "a folder"}])
+    assert "weigh_by=a function" in difference([{**alike, "weigh_by": "a function"}, alike])
 
 
 def test_a_reduction_that_is_not_known() -> None:

@@ -29,7 +29,9 @@ def ranks_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the ranks of a world that exists only in this process agree. Rank 0 comes first."""
     notes: list[Any] = [None]
 
-    def check(_: Agreement, sampler: ElasticSampler, note: Any) -> tuple[list[Any], bool]:
+    def check(
+        _: Agreement, sampler: ElasticSampler, note: Any, options: Any
+    ) -> tuple[list[Any], bool]:
         notes[0] = note if sampler.rank == 0 else notes[0]
         return notes, True
 

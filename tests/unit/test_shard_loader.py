@@ -277,8 +277,15 @@ def test_nodes_with_another_order_of_files_are_refused(tmp_path: Path) -> None:
 class QueueOfTheMaster:
     """The way to one queue, which outlives the loaders of a process."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self) -> None:
         self.queue: ShardQueue | None = None
+        self.histories: dict[Any, Any] = {}
+        """What the process remembers of its loaders."""
+
+    def begin(self) -> None:
+        """Begin as a new process and a new master."""
+        self.queue = None
+        self.histories.clear()
 
     def ask(self, request: ShardRequest) -> ShardAnswer:
         if self.queue is None:
@@ -288,12 +295,13 @@ class QueueOfTheMaster:
 
 
 @pytest.fixture
-def one_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_queue(monkeypatch: pytest.MonkeyPatch) -> QueueOfTheMaster:
     """Let all loaders of a test ask one queue, as loaders in one round do."""
-    queue = QueueOfTheMaster("")
+    queue = QueueOfTheMaster()
     monkeypatch.setattr(leases, "_AgentChannel", lambda path: queue)
-    monkeypatch.setattr(leases, "_histories", {})
+    monkeypatch.setattr(leases, "_histories", queue.histories)
     monkeypatch.setenv("DLROVER_SHARDS_SOCKET", "one")
+    return queue
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -305,11 +313,10 @@ def one_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     st.integers(1, 5),
 )
 def test_a_loader_that_is_made_anew_continues(
-    one_queue: None, plan: list[tuple[int, str]], size: int
+    one_queue: QueueOfTheMaster, plan: list[tuple[int, str]], size: int
 ) -> None:
     """What its predecessor has committed counts; what it has read and not committed comes again."""
-    leases._AgentChannel("").queue = None  # type: ignore[attr-defined]
-    leases._histories.clear()
+    one_queue.begin()
     source = MapSource(range(23), shard_size=5)
     loader: ShardLoader | None = ShardLoader("anew", source, epochs=1)
     trained: list[int] = []
@@ -333,6 +340,14 @@ def test_a_loader_that_is_made_anew_continues(
     assert loader is not None
     trained += epoch_of(loader, size)
     assert sorted(trained) == list(range(23))
+
+
+def test_a_line_that_cannot_be_parsed_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"a": 1}\n\n{"a": 2}\n')
+    source = LineSource([path], parse=json.loads)
+    with pytest.raises(ValueError, match=r"lines.jsonl: the line at byte 9 cannot be parsed"):
+        list(source.read(0, 0, 18))
 
 
 def test_a_source_of_ones_own() -> None:

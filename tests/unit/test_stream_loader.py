@@ -145,3 +145,13 @@ def test_mistakes_are_refused_before_the_first_step(tmp_path: Path) -> None:
     loader = ShardLoader("kinds", Log())
     with pytest.raises(ConfigError, match="expected 9 samples"):
         loader.load_state_dict(state)
+
+
+def test_files_of_equal_names_in_several_folders(tmp_path: Path) -> None:
+    for number, folder in enumerate(("a", "b")):
+        (tmp_path / folder).mkdir()
+        write(tmp_path / folder / "part-0.jsonl", 2 * number, 2 * number + 1)
+    (tmp_path / "_END").touch()
+    loader = ShardLoader("folders", stream(tmp_path, pattern="*/*.jsonl"))
+    assert sorted(epoch_of(loader)) == [0, 1, 2, 3]
+    assert (loader.over, loader.quarantined) == (True, 0)

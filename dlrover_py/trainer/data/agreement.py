@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from dlrover_py.protocol.errors import ConfigError
@@ -33,7 +34,9 @@ class Agreement:
         self.is_shared = is_shared
         self._rollcall: RollCall | None = None
 
-    def check(self, sampler: ElasticSampler, note: T) -> tuple[list[T], bool]:
+    def check(
+        self, sampler: ElasticSampler, note: T, options: Mapping[str, object]
+    ) -> tuple[list[T], bool]:
         """Raise on every rank if the ranks would read other samples than they should.
 
         This call is collective. If a rank does not make it, the log names that rank after some
@@ -42,6 +45,7 @@ class Agreement:
         Args:
             sampler: the sampler of this rank.
             note: anything for the other ranks.
+            options: further arguments of the loader, which all ranks must have in common.
 
         Returns:
             The notes of all ranks, in the order of ranks; and whether this rank is the first one
@@ -80,6 +84,7 @@ class Agreement:
             **sampler.state_dict(),
             "global_batch": sampler.global_batch,
             "micro_batch": sampler.micro_batch,
+            **options,
         }
         everyone: list[tuple[T, int, int, dict[str, object]]] = gather(
             (note, sampler.rank, sampler.world, own), group[1]
@@ -95,11 +100,22 @@ class Agreement:
                 f"data: divide_among() got the places {format_by_rank(found)}: expected each "
                 "place from 0 on equally often, and one size"
             )
-        for name in own:
-            values = {rank: f"{name}={each[name]}" for rank, (*_, each) in enumerate(everyone)}
-            if len(set(values.values())) > 1:
-                raise ConfigError(
-                    f"data: the ranks differ: {format_by_rank(values)}: create the loader with the "
-                    "same arguments, and load the same checkpoint, on every rank"
-                )
+        if words := difference([each for *_, each in everyone]):
+            raise ConfigError(
+                f"data: the ranks differ: {words}: create the loader with the same arguments and "
+                "the same data, and load the same checkpoint, on every rank"
+            )
         return [each for each, *_ in everyone], places.index(sampler.rank) == group[0]
+
+
+def difference(ranks: Sequence[Mapping[str, object]]) -> str:
+    """Return, in words, the first value in which the ranks differ; "" if they agree. Pure.
+
+    Args:
+        ranks: values by name, in the order of ranks; each rank has the same names.
+    """
+    for name in ranks[0]:
+        values = {rank: f"{name}={each[name]}" for rank, each in enumerate(ranks)}
+        if len(set(values.values())) > 1:
+            return format_by_rank(values)
+    return ""

@@ -83,8 +83,7 @@ class ElasticLoader:
             ConfigError: an argument cannot be used, or contradicts that each sample is trained
                 exactly once.
         """
-        _check_dataset(dataset)
-        _check_options(options)
+        _check(dataset, options)
         self.sampler = ElasticSampler(
             len(dataset),
             global_batch=global_batch,
@@ -188,7 +187,12 @@ class ElasticLoader:
         rank = (rank_and_world() or (sampler.rank, 0))[0]
         reserved = 0 if ledger is None or rank else ledger.reserve(sampler)
         note = reserved, self._settings.proposal()
-        notes, is_first = self._agreement.check(sampler, note)
+        options = {
+            "ledger": "none" if ledger is None else "a folder",
+            "weigh_by": "none" if self.weight is None else "a function",
+            "seed_samples": isinstance(self._options["batch_sampler"], SeededSampler),
+        }
+        notes, is_first = self._agreement.check(sampler, note, options)
         segment = notes[0][0]
         if ledger is not None:
             if not segment:
@@ -307,6 +311,10 @@ class TrainingStep:
         self._total = float(micro_batches[0].total)
         """Weight of the step, of all ranks together."""
         self._failed = False
+        self._unweighed = 0
+        """Number of micro-batches that were yielded since the last :meth:`weigh`."""
+        self._is_weighed = False
+        """Whether :meth:`weigh` was called."""
         self._digest = 0
         """Sum of the digests of this rank's samples so far, if there is a ledger."""
         self.epoch = loader.epoch
@@ -338,6 +346,7 @@ class TrainingStep:
             batch, self._weight = self._read()
             self._failed = False
             part = self._current = self._todo.pop()
+            self._unweighed += 1
             if isinstance(batch, DigestedBatch):
                 if part.samples:
                     self._digest += batch.digest
@@ -421,9 +430,17 @@ class TrainingStep:
             reduction: how the loss combines the samples (or tokens): ``"mean"`` or ``"sum"``.
 
         Raises:
-            ConfigError: the reduction is not one of these.
+            ConfigError: the reduction is not one of these; or several micro-batches were read since
+                the last call, so that it is not known to which one the loss belongs.
         """
         part, world = self.micro_batch, self._sampler.world
+        if self._unweighed > 1:
+            raise ConfigError(
+                f"data: step.weigh() after {self._unweighed} micro-batches were read: expected one "
+                "call for each, before the next is read: read one micro-batch at a time, without "
+                "list(step) and without a prefetcher"
+            )
+        self._unweighed, self._is_weighed = 0, True
         weight_of_all = self._total or math.inf  # without any weight the gradient is 0
         match reduction:
             case "mean":
@@ -453,8 +470,9 @@ class TrainingStep:
 
         Raises:
             ConfigError: the step has been committed or discarded, is not the current one, or has
-                micro-batches that were not computed. Or a state was taken after the last
-                micro-batch: its model may have learnt from the step, but its position is before it.
+                micro-batches that were not computed, or of which only some were weighed. Or a state
+                was taken after the last micro-batch: its model may have learnt from the step, but
+                its position is before it.
         """
         if self.committed or self.discarded or self._loader._step is not self:
             raise ConfigError(
@@ -465,6 +483,11 @@ class TrainingStep:
             raise ConfigError(
                 f"data: step.commit() with {len(self._todo)} micro-batches left: expected a loop "
                 "over all micro-batches of the step"
+            )
+        if self._is_weighed and self._unweighed:
+            raise ConfigError(
+                f"data: step.commit() after {self._unweighed} micro-batches without step.weigh(): "
+                "expected a call for each micro-batch of the step"
             )
         if self.saved_early:
             raise ConfigError(
@@ -521,23 +544,31 @@ def _place_in(data_parallel: "DeviceMesh | tuple[int, int]") -> tuple[int, int]:
     return data_parallel.get_local_rank(), data_parallel.size()
 
 
-def _check_dataset(dataset: Any) -> None:
-    """Raise ConfigError if a dataset has no samples that can be numbered."""
+def _check(dataset: Any, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a dataset or an argument of ``DataLoader`` that cannot be used.
+
+    Args:
+        dataset: it must have samples that can be numbered.
+        options: arguments for ``DataLoader``, without those that the loader decides itself.
+    """
     if isinstance(dataset, IterableDataset) or not (
         hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     ):
         raise ConfigError(
             f"data: the dataset is a {type(dataset).__name__}, which has no numbered samples: "
-            "expected __len__ and __getitem__ (a map-style dataset)"
+            "expected a map-style dataset, with __len__ and __getitem__, that is no "
+            "IterableDataset; use ShardLoader with hugging_face_source or IterableSource for an "
+            "iterable, and with ChunkSource for a StreamingDataset of Mosaic"
         )
     if not len(dataset):
         raise ConfigError(f"data: the dataset, a {type(dataset).__name__}, has no samples")
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an argument of ``DataLoader`` that the loader decides itself."""
     for name, value in options.items():
-        if name in ("batch_size", "sampler", "batch_sampler") or (name == "drop_last" and value):
+        if name == "drop_last" and value:
+            raise ConfigError(
+                "data: found drop_last=True: leave it out, since each sample is trained exactly "
+                "once: the last step of an epoch has the samples that are left"
+            )
+        if name in ("batch_size", "sampler", "batch_sampler"):
             raise ConfigError(
                 f"data: found {name}={value!r}: expected global_batch and micro_batch instead, "
                 "since each sample is trained exactly once"

@@ -253,6 +253,7 @@ def read_lines(
 
     Raises:
         ShardUnreadableError: the file is gone, or shorter than it was.
+        ValueError: a line cannot be parsed.
     """
     with opened(path) as file:
         found = os.fstat(file.fileno()).st_size
@@ -266,8 +267,15 @@ def read_lines(
             line = file.readline()
             if not line:
                 raise ShardUnreadableError(f"{path}: it ends at byte {at}")
+            try:
+                record = parse(line.rstrip(b"\r\n"))
+            except ValueError as error:
+                raise ValueError(
+                    f"{path}: the line at byte {at} cannot be parsed: {error}: mend or remove it, "
+                    "or give a parse= that takes such lines"
+                ) from error
             at += len(line)
-            yield parse(line.rstrip(b"\r\n")), min(at, stop)
+            yield record, min(at, stop)
 
 
 def fingerprint_of(data: Any) -> str:

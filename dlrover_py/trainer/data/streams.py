@@ -79,7 +79,7 @@ class LineStream:
 
         Args:
             folder: the folder, which must exist.
-            pattern: names of the files, such as ``*.jsonl``.
+            pattern: names of the files, such as ``*.jsonl``, or ``*/*.jsonl`` for files in folders.
             parse: makes a record of a line without its line break, such as ``json.loads``.
             range_bytes: most bytes that a worker leases at once.
             end_marker: name of the file that says that the stream has ended.
@@ -102,22 +102,23 @@ class LineStream:
         ended = self._marker.exists()  # before the files: what comes later does not count
         found = {}
         for path in sorted(self._folder.glob(self._pattern)):
+            name = path.relative_to(self._folder).as_posix()
             if path == self._marker or not path.is_file():  # a FIFO would block
                 continue
             with path.open("rb") as file:
                 length = os.fstat(file.fileno()).st_size
-                known, end = self._seen.get(path.name, (0, 0))
+                known, end = self._seen.get(name, (0, 0))
                 if length > known:
                     end = _after_last_break(file, end, length)
-                    self._seen[path.name] = length, end
-            found[path.name] = length if ended else end
+                    self._seen[name] = length, end
+            found[name] = length if ended else end
         return found, ended
 
     def read(self, partition: str, start: int, stop: int) -> Iterator[tuple[Any, int]]:
         """Yield the lines that begin in a range. See :class:`StreamSource`.
 
         Args:
-            partition: name of the file.
+            partition: name of the file, from the folder of the stream on.
             start: first byte of the range.
             stop: the byte after the last one.
 
