@@ -200,6 +200,22 @@ def test_another_template_drops_the_measured_speeds() -> None:
     assert bench.job.state.scaling.target == 4
 
 
+def test_two_writers_of_replicas_are_named() -> None:
+    bench = started(scaling_job(most=8))
+    train(bench, 30)
+    for replicas in (3, 2, 3):
+        assert condition(bench).reason != ConditionReason.REPLICAS_CONTESTED
+        bench.change(bench.spec.scaled(replicas))
+        train(bench, 5)
+    found = condition(bench)
+    assert (found.status, found.reason) == ("True", ConditionReason.REPLICAS_CONTESTED)
+    assert found.message.startswith("replicas was changed 3 times within an hour, and the job")
+    bench.restart_master()
+    bench.settle()
+    train(bench, 5)
+    assert condition(bench).reason == ConditionReason.REPLICAS_CONTESTED
+
+
 def test_a_job_without_steps_says_so() -> None:
     bench = started(scaling_job())
     bench.pass_time(5.0)
