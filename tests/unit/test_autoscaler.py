@@ -9,6 +9,7 @@ from dlrover_py.master.core.events import RoomSeen, Rules
 from dlrover_py.protocol.agents import LoaderState
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.protocol.names import NodeId
 from dlrover_py.protocol.reasons import ConditionReason
 from dlrover_py.protocol.status import Condition
 from tests.builders import WALL, Bench, elastic_job, job_file
@@ -136,7 +137,7 @@ def test_a_lost_host_is_waited_for_and_not_for_ever(replicas: int) -> None:
     train(bench, 80)
     assert (len(bench.members), bench.job.state.scaling.trial) == (4, None)
     bench.set_capacity(3)
-    bench.kill(bench.members[-1])
+    bench.kill(NodeId(bench.members[-1]))
     bench.settle()
     train(bench, 20)
     assert condition(bench).message == "3 of 4 nodes train"
