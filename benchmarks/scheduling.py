@@ -112,13 +112,13 @@ def autoscaler() -> Policy:
     def policy(now: float, size: int, meter: SpeedMeter) -> int:
         speed = meter.speed()
         if speed:
-            record.measured(size, speed, now)
+            record.measured(size, speed, now, meter.error)
         view = View(
             spec=SPEC, now=now, sizes=SIZES, target=size, size=size, steady=speed is not None
         )
         decision = decide(record, view, wish)
+        record.move(decision, view)
         if decision.target != size:
-            record.move(decision, view)
             record.resized(RESIZE_S)
         return decision.target
 
@@ -431,7 +431,7 @@ def pollux() -> ClusterPolicy:
 
 def allocator() -> ClusterPolicy:
     """Return the policy of the product."""
-    granted: dict[str, tuple[int, float]] = {}
+    granted: dict[str, tuple[int, float, bool]] = {}
 
     def policy(now: float, jobs: Sequence[TraceJob]) -> dict[str, int]:
         demands = [
@@ -446,14 +446,27 @@ def allocator() -> ClusterPolicy:
                 size=job.size,
                 granted=granted[job.name][0] if job.name in granted else None,
                 granted_at=granted[job.name][1] if job.name in granted else -math.inf,
+                forced=job.name in granted and granted[job.name][2],
             )
             for job in jobs
         ]
-        found = allocate(demands, [Pool(name="all", nodes=NODES)], now)
-        for name, one in found.items():
-            if name not in granted or granted[name][0] != one.nodes:
-                granted[name] = one.nodes, now
-        return {name: one.nodes for name, one in found.items()}
+        for _ in range(2):  # once more as soon as the hosts that were given back are free
+            found = allocate(demands, [Pool(name="all", nodes=NODES)], now)
+            sizes = {name: one.nodes for name, one in found.items()}
+            for name, one in found.items():
+                if name not in granted or granted[name][0] != one.nodes:
+                    granted[name] = one.nodes, now, one.forced
+            demands = [
+                replace(
+                    one,
+                    size=min(one.size, sizes[one.name]),
+                    granted=granted[one.name][0],
+                    granted_at=granted[one.name][1],
+                    forced=granted[one.name][2],
+                )
+                for one in demands
+            ]
+        return sizes
 
     return policy
 

@@ -399,6 +399,9 @@ class ConditionReason(StrEnum):
     SIZE_KEPT = "SizeKept"
     """``ScalingActive``: No other size is worth the change, or the change waits: the message says
     for what."""
+    REPLICAS_CONTESTED = "ReplicasContested"
+    """``ScalingActive``: The job scales by itself, and ``replicas`` was changed three times within
+    an hour. Another controller, such as a HorizontalPodAutoscaler, may write it."""
     SHARDS_QUARANTINED = "ShardsQuarantined"
     """``ShardsQuarantined``: Shards of a dataset are not trained."""
     HANG = "Hang"

@@ -285,12 +285,11 @@ def test_free_hosts_are_taken_at_once_while_a_pod_hangs() -> None:
 
 
 def test_only_given_sizes_are_granted() -> None:
-    worker = {"maxReplicas": 8, "autoscale": {"mode": "auto", "sizes": [4, 8]}}
-    spec = elastic_job(4, 2, **worker)
+    spec = elastic_job(4, 2, maxReplicas=8, autoscale={"mode": "auto", "sizes": [4, 8]})
     new = demand_of(spec, None, queued_at=0.0, size=0)
     for total, size in ((3, 0), (4, 4), (5, 4), (7, 4), (8, 8)):
-        found = allocate([new], [Pool(name="p", nodes=total)], NOW)[new.name]
-        assert (found.nodes, found.goal) == (size, size), found
+        one = allocate([new], [Pool(name="p", nodes=total)], NOW)[new.name]
+        assert (one.nodes, one.goal) == (size, size), one
     urgent = job("urgent", 1, 1, priority=1)
     running = replace(new, size=8, granted=8, measured=8)
     found = allocate([running, urgent], [Pool(name="p", nodes=8)], NOW)

@@ -9,6 +9,7 @@ from dlrover_py.master.core.events import RoomSeen, Rules
 from dlrover_py.protocol.agents import LoaderState
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.protocol.names import NodeId
 from dlrover_py.protocol.reasons import ConditionReason
 from dlrover_py.protocol.status import Condition
 from tests.builders import WALL, Bench, elastic_job, job_file
@@ -136,7 +137,7 @@ def test_a_lost_host_is_waited_for_and_not_for_ever(replicas: int) -> None:
     train(bench, 80)
     assert (len(bench.members), bench.job.state.scaling.trial) == (4, None)
     bench.set_capacity(3)
-    bench.kill(bench.members[-1])
+    bench.kill(NodeId(bench.members[-1]))
     bench.settle()
     train(bench, 20)
     assert condition(bench).message == "3 of 4 nodes train"
@@ -198,6 +199,22 @@ def test_another_template_drops_the_measured_speeds() -> None:
     train(bench, 1)
     assert not bench.job.state.scaling.samples
     assert bench.job.state.scaling.target == 4
+
+
+def test_two_writers_of_replicas_are_named() -> None:
+    bench = started(scaling_job(most=8))
+    train(bench, 30)
+    for replicas in (3, 2, 3):
+        assert condition(bench).reason != ConditionReason.REPLICAS_CONTESTED
+        bench.change(bench.spec.scaled(replicas))
+        train(bench, 5)
+    found = condition(bench)
+    assert (found.status, found.reason) == ("True", ConditionReason.REPLICAS_CONTESTED)
+    assert found.message.startswith("replicas was changed 3 times within an hour, and the job")
+    bench.restart_master()
+    bench.settle()
+    train(bench, 5)
+    assert condition(bench).reason == ConditionReason.REPLICAS_CONTESTED
 
 
 def test_a_job_without_steps_says_so() -> None:

@@ -164,7 +164,7 @@ def running(most: int = 4, least: int = 2, **worker: Any) -> World:
     return world
 
 
-SCALES = {"maxReplicas": 8, "autoscale": {"mode": "auto"}}
+SCALES: Obj = {"maxReplicas": 8, "autoscale": {"mode": "auto"}}
 
 
 def admit_all(world: World) -> None:
@@ -221,7 +221,7 @@ def test_a_job_that_scales_by_itself_holds_no_quota_that_it_does_not_use() -> No
 
 
 def test_quota_follows_the_given_sizes() -> None:
-    worker = {"maxReplicas": 16, "autoscale": {"mode": "auto", "sizes": [4, 8, 16]}}
+    worker: Obj = {"maxReplicas": 16, "autoscale": {"mode": "auto", "sizes": [4, 8, 16]}}
     world = World(job(16, 2, **worker))
     world.settle()
     base = world.objects["elasticjob-x-u-x-0"]["spec"]

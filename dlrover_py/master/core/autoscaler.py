@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from dlrover_py.master.core.history import CoreContext
 from dlrover_py.master.core.nodes import Readiness
-from dlrover_py.master.core.scaling import Decision, View, Wish, decide, spare_wait_s
+from dlrover_py.master.core.scaling import CONTESTED, Decision, View, Wish, decide, spare_wait_s
 from dlrover_py.master.core.speed import WINDOWS, SpeedMeter, SpeedModel
 from dlrover_py.master.core.spot import SpotHosts
 from dlrover_py.master.core.state import NON_DISRUPTIVE, PendingRound
@@ -94,6 +94,13 @@ class Autoscaler:
         if changes:
             self._carry_out(decision, view)
         self.live.scaling_reason = decision.why, decision.reason
+        if record.contested_until(view.now):
+            text = (
+                f"replicas was changed {CONTESTED} times within an hour, and the job scales by "
+                "itself: if another controller (such as an HPA) writes it, use one of them; "
+            )
+            why = ConditionReason.REPLICAS_CONTESTED
+            self.live.scaling_reason = why, text + decision.reason
         return changes
 
     def spare_wait(self, pending: PendingRound) -> tuple[int, float]:
@@ -153,7 +160,7 @@ class Autoscaler:
                 record.target = record.trial = None
                 self.state.changed()
         elif record.target is None or record.replicas != worker.replicas:
-            record.target, record.replicas, record.trial = worker.replicas, worker.replicas, None
+            record.follow(worker.replicas, self.live.steady_wall)
             self._wish.size = 0
             self.state.changed()
         self.live.target = record.target

@@ -42,6 +42,8 @@ BAN_S = 1800.0
 """Seconds for which a size that was not worth it is not tried again; doubled each time."""
 MAX_BAN_S = 16 * BAN_S
 """Longest time for which a size is not tried again."""
+CONTESTED = 3
+"""Changes of ``replicas`` within an hour after which another controller may write it."""
 SIZES_KEPT = 32
 """Sizes whose speed is kept; the oldest one is dropped."""
 MOVES_KEPT = 64
@@ -125,6 +127,8 @@ class ScalingRecord:
     """The number of nodes that was chosen; None before the job scales by itself."""
     replicas: Count = 0
     """``replicas`` of the spec that the target follows."""
+    followed_at: list[float] = Field(default_factory=list)
+    """Unix times of the newest changes of ``replicas`` while the job scaled by itself."""
     in_samples: bool = False
     """Whether speeds are samples per second, and not steps per second."""
     samples: dict[Annotated[int, Field(ge=1, le=2**31)], Sample] = Field(default_factory=dict)
@@ -198,6 +202,18 @@ class ScalingRecord:
             self.short_since = now if self.short_since is None else min(self.short_since, now)
         return before != (self.short_since, self.absence)
 
+    def follow(self, replicas: int, now: float) -> None:
+        """Take over ``replicas`` of the spec as the target."""
+        if self.target is not None:
+            self.followed_at.append(now)
+            del self.followed_at[:-CONTESTED]
+        self.target, self.replicas, self.trial = replicas, replicas, None
+
+    def contested_until(self, now: float) -> float:
+        """Return until when ``replicas`` seems to have another writer; 0 if it does not."""
+        recent = [at for at in self.followed_at if now - HOUR_S < at <= now]
+        return recent[0] + HOUR_S if len(recent) >= CONTESTED else 0.0
+
     def renew(self, template: str) -> None:
         """Drop what was measured with another Pod template: the script may be another one."""
         if self.template != template:
@@ -241,6 +257,7 @@ class ScalingRecord:
         self.samples.clear()
         self.moves.clear()
         self.bans.clear()
+        self.followed_at.clear()
 
 
 @dataclass(frozen=True, slots=True)
