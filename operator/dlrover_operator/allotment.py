@@ -10,7 +10,6 @@ Users write Pods, specs and perhaps statuses of their own namespace. So a Pod co
 host has room, and what a job is about to create counts only as far as its spec allows.
 """
 
-import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -28,8 +27,6 @@ from dlrover_py.protocol.quantities import quantity
 from dlrover_py.protocol.status import MeasuredSpeed, unix_seconds
 from dlrover_py.protocol.words import counted
 
-log = logging.getLogger("operator")
-
 SUSPENDED = "held back: the job was suspended"
 """Reason of a job with ``suspend: true``, which must not take its old nodes when it resumes."""
 LOST_S = 45.0
@@ -37,7 +34,9 @@ LOST_S = 45.0
 jobs keep their sizes. Kubernetes itself waits for 300 seconds before it ends the Pods there."""
 NO_HOSTS = "no host that is shared exists; check the label selector of the allocator"
 """Reason while no host matches: the hosts have not all vanished at the same moment."""
-UNREADABLE = "the status of the job cannot be understood; the log of the operator says why"
+UNREADABLE = "the status of the job cannot be understood"
+FAULTS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What a malformed document of a job raises where it is read."""
 """Reason of a job that is left out, because something in its object has another form."""
 
 
@@ -175,13 +174,12 @@ def decide(
         granted = ElasticJob.allocation_in(obj)
         try:
             demand = _demand(obj, held[uid], hosted[uid], now)
-        except Exception:
+        except FAULTS as error:
             # Whoever may write one job must not stop the decisions for all others.
-            log.exception("job_not_understood", extra={"job": "/".join(key)})
             demand = 0 if granted is None else max(0, granted.nodes - hosted[uid])
             nodes = 0 if granted is None else granted.nodes
             start = f"{counted(nodes, 'node')}: kept" if nodes else "held back"
-            reason = f"{start}, because {UNREADABLE}"
+            reason = f"{start}, because {UNREADABLE}: {' '.join(repr(error).split())[:200]}"
             if granted is None or granted.reason != reason:
                 since = now if granted is None else granted.since
                 found[key] = NodeAllocation(nodes=nodes, reason=reason, since=since)
