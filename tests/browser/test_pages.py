@@ -169,6 +169,7 @@ def test_a_page_whose_second_script_comes_late_does_not_stand_still(page: Page) 
         page.evaluate(f"new Promise(done => {{ const {there}; look() }})")
         held[0].continue_()
         expect(page.locator("#events")).to_be_attached()
+        assert len(held) == 1
         jobs.view = replace(jobs.view, reason="it has changed meanwhile")
         expect(page.locator("#head")).to_contain_text("it has changed meanwhile")
         page.goto("about:blank")
