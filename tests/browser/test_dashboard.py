@@ -134,6 +134,7 @@ def test_a_page_of_a_job_run_with_dashboard_says_that_the_job_has_ended(
     expect(shown.locator("#over")).to_contain_text(f"{run.name} has ended: Stopped")
     expect(shown.locator("#over")).to_contain_text(f"dlrover dashboard {run.name}")
     expect(shown.locator("h1")).to_contain_text("Stopped")
+    assert shown.locator("#actions button").count() == 0
 
 
 def test_an_ended_job_can_still_be_seen(place: Place, page: Page) -> None:

@@ -158,6 +158,23 @@ def test_a_change_between_a_page_and_its_stream_is_shown(page: Page) -> None:
             one.goto("about:blank")
 
 
+def test_a_page_whose_second_script_comes_late_does_not_stand_still(page: Page) -> None:
+    """Now and then a page of a busy machine never connected its stream."""
+    jobs = OneJob()
+    with served(jobs) as link:
+        held: list[Route] = []
+        page.route(re.compile("hx-sse.min.js"), lambda route: held.append(route))
+        page.goto(link, wait_until="commit")
+        there = "look = () => setTimeout(window.htmx ? done : look, 100)"
+        page.evaluate(f"new Promise(done => {{ const {there}; look() }})")
+        held[0].continue_()
+        expect(page.locator("#events")).to_be_attached()
+        assert len(held) == 1
+        jobs.view = replace(jobs.view, reason="it has changed meanwhile")
+        expect(page.locator("#head")).to_contain_text("it has changed meanwhile")
+        page.goto("about:blank")
+
+
 @pytest.mark.parametrize("path", ["", "jobs/demo/", "jobs/demo/nodes/n0/", "jobs/nobody/", "none"])
 def test_no_word_is_markup_and_each_page_is_accessible(page: Page, path: str) -> None:
     told = hostile(WORDS)
