@@ -111,6 +111,7 @@ def state(number: int, local_rank: int = 0) -> bytes:
         "step": 4,
         "micro_batch": 2,
         "share": 8,
+        "batch": 16,
         "loader_workers": 0,
         "most_workers": 4 - local_rank,
         "measured": 0,
