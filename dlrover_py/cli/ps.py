@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.errors import ConfigError, UnreachableError
 from dlrover_py.protocol.words import counted
 
 
@@ -95,6 +95,7 @@ def serve(
         ConfigError: A number is outside its bounds, a library is missing, there is no such cut,
             ``restore`` is given without ``checkpoints``, or the command cannot be started.
         CheckpointError: The cut is damaged, or the store does not answer.
+        UnreachableError: The servers have ended because of a fault.
     """
     with _libraries():
         from dlrover_py.ps.cluster_map import AckMode
@@ -129,11 +130,16 @@ def serve(
         before = {number: signal.signal(number, pass_on)
                   for number in (signal.SIGTERM, signal.SIGHUP)}  # fmt: skip
         before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)  # it gets it, too
+        running.at_failure(process.terminate)
         try:
             code = process.wait()
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+        if running.failure:
+            raise UnreachableError(
+                f"{running.failure}; the rows are gone, and the command was ended: start it again"
+            )
         return code if code >= 0 else 128 - code
 
 

@@ -55,13 +55,20 @@ class DataLossError(DLRoverError):
     """All copies of a bucket died: rows of acknowledged pushes are gone."""
 
 
+def _running() -> "Future[Any]":
+    """Return a future that cannot be cancelled: the thread sets its result in any case."""
+    made: Future[Any] = Future()
+    made.set_running_or_notify_cancel()
+    return made
+
+
 @dataclass(slots=True)
 class _Request:
     parts: list[TableRows]
     buckets: tuple[int, ...]
     push: bool
     deadline: float
-    future: "Future[Any]" = field(default_factory=Future)
+    future: "Future[Any]" = field(default_factory=_running)
     step: StepId = (0, 0)
     """The step of the workers that this push ends."""
 
@@ -90,7 +97,7 @@ class _Meeting:
 
     message: m.Meet
     deadline: float
-    future: "Future[m.Met]" = field(default_factory=Future)
+    future: "Future[m.Met]" = field(default_factory=_running)
     due: float = 0.0
     """When the coordinator is asked again."""
 
@@ -203,7 +210,7 @@ class PsClient:
 
         Returns:
             The rows by table, shape ``[n, dim]``, in the order of the ids. The future may raise
-            what :meth:`push` says.
+            what :meth:`push` says. It cannot be cancelled.
 
         Raises:
             ConfigError: Ids are not int64, or a table does not exist.
@@ -328,9 +335,10 @@ class PsClient:
         return met.step
 
     def _post(self, command: _Request | _Meeting | m.CreateTable | m.UseConsistency) -> None:
-        if self._broken is not None:
-            raise self._broken
-        self._commands.append(command)
+        with self._changed:
+            if self._broken is not None:
+                raise self._broken
+            self._commands.append(command)
         self._lines.wake()
 
     def _wait(
@@ -379,8 +387,12 @@ class PsClient:
                 self._take_commands()
                 self._receive()
                 self._tick(time.monotonic())
+        except Exception as fault:  # noqa: BLE001 - whoever waits for an answer gets it
+            error = UnreachableError(f"the client of the parameter server has failed: {fault!r}")
+            error.__cause__ = fault
+            self._break(error)
         finally:
-            self._fail_all(UnreachableError("the client was closed"))
+            self._break(UnreachableError("the client was closed"))
             self._report(leaving=True)
             self._lines.close(LEAVING_MS)
 

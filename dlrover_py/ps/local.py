@@ -1,5 +1,6 @@
 """Servers of a parameter server on this machine: one coordinator and a process for each server."""
 
+import logging
 import os
 import secrets
 import signal
@@ -7,14 +8,17 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import zmq
 
+from dlrover_py import telemetry
+from dlrover_py.pacing import Backoff
 from dlrover_py.process.children import end
 from dlrover_py.process.starter import kill_and_reap
-from dlrover_py.protocol.errors import ConfigError, UnreachableError
+from dlrover_py.protocol.errors import ConfigError, TransientError, UnreachableError
 from dlrover_py.ps.cluster_map import ClusterMap
 from dlrover_py.ps.coordinator import Coordinator
 from dlrover_py.ps.cuts import CutDirectory, SavedCut
@@ -24,8 +28,12 @@ from dlrover_py.ps.settings import write_access
 
 TICK_S = 0.05
 RESTART_S = 1.0
-"""Seconds that a server must have lived so that its next life starts at once."""
+"""Least seconds from the start of a server that has died to the start of the next one."""
+STORE_PAUSES = Backoff(first_s=0.05, most_s=2.0)
+"""Pauses after writes of the map that have failed."""
 MAX_SERVERS = 64
+_LOG = logging.getLogger(__name__)
+_LOG.addFilter(telemetry.RepeatFilter())
 
 
 @dataclass(slots=True)
@@ -76,7 +84,12 @@ class LocalServers:
         self.access = folder / "access.json"
         """The file with which workers connect."""
         write_access(self.access, self._coordinator.access)
+        self.failure = ""
+        """Why the servers have ended before :meth:`close`; empty while they have not."""
+        self._on_failure: Callable[[], object] | None = None
         self._servers: list[_LocalServer] = []
+        self._start_at = 0.0
+        """When the next server may start."""
         self._wanted = servers
         self._over = False
         self._news = threading.Condition()
@@ -117,6 +130,13 @@ class LocalServers:
                     f"{len(self.map.servers)} servers"
                 )
 
+    def at_failure(self, call: Callable[[], object]) -> None:
+        """Have a function called, by another thread, if the servers end because of a fault."""
+        with self._news:
+            self._on_failure = call
+            if self.failure:
+                call()
+
     def close(self) -> None:
         """End all servers at once. Their rows are gone."""
         self._over = True
@@ -147,6 +167,7 @@ class LocalServers:
         coordinator = self._coordinator
         poller = zmq.Poller()
         poller.register(coordinator.socket, zmq.POLLIN)
+        tries, tick_at = 0, 0.0
         try:
             while not self._over:
                 self._resize(poller)
@@ -155,9 +176,24 @@ class LocalServers:
                     self._ended(one, poller)
                 now = time.monotonic()
                 coordinator.receive(now)
-                coordinator.tick(now)
+                if now < tick_at:
+                    continue
+                try:
+                    coordinator.tick(now)
+                except TransientError as error:  # pushes go on with the map that all have
+                    _LOG.error("map_unwritable", extra={"fields": {"error": str(error)}})
+                    tick_at = time.monotonic() + STORE_PAUSES.delay_s(tries)
+                    tries += 1
+                    continue
+                tries = 0
                 with self._news:
                     self._news.notify_all()
+        except Exception as error:  # noqa: BLE001 - the owner gets it
+            _LOG.exception("the servers end: their coordinator has failed")
+            with self._news:
+                self.failure = f"the coordinator of the servers has failed: {error!r}"
+                if self._on_failure is not None:
+                    self._on_failure()
         finally:
             for one in self._servers:
                 kill_and_reap(one.process)
@@ -170,7 +206,7 @@ class LocalServers:
             one.leaving = True
             one.process.send_signal(signal.SIGTERM)
         now = time.monotonic()
-        if any(now - one.started < 0 for one in self._servers):
+        if now < self._start_at:
             return
         for _ in range(self._wanted - len(staying)):
             name = f"ps-{secrets.token_hex(4)}"
@@ -187,4 +223,5 @@ class LocalServers:
         os.close(one.pidfd)
         end(one.process, 0)
         self._servers.remove(one)
+        self._start_at = max(self._start_at, one.started + RESTART_S)
         self._coordinator.lost(one.id)

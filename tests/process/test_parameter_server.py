@@ -2,8 +2,15 @@
 
 import os
 import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
+
+from dlrover_py.ps.client import connect
+from dlrover_py.ps.local import LocalServers
+from dlrover_py.ps.specs import TableSpec, sgd
 from tests.process.harness import Place, carrying, eventually
 from tests.programs import PROGRAMS
 from tests.programs.train_on_ps import rows_of, train
@@ -46,3 +53,30 @@ def test_a_killed_server_changes_no_row(place: Place) -> None:
     assert rows == undisturbed(place.folder / "calm")
     counted = sum(float(row.split(",")[1].strip("]")) for row in rows[0].splitlines()[-50:])
     assert counted == 2 * 30 * STEPS
+
+
+def test_a_map_that_cannot_be_written_for_a_moment_loses_no_server(place: Place) -> None:
+    with LocalServers(place.folder, 1) as running:
+        running.wait_whole()
+        before, spec = running.pids, TableSpec("t", 1, sgd(1.0))
+        with connect(running.access) as worker:
+            (place.folder / "map.new").mkdir()  # the new map is written there
+            epoch = running.map.epoch
+            with ThreadPoolExecutor(1) as thread:
+                created = thread.submit(worker.create, spec)
+                eventually(lambda: running.map.epoch > epoch, "a map that cannot be written")
+                (place.folder / "map.new").rmdir()
+                created.result(60)
+            ids = np.arange(4)
+            worker.push({"t": (ids, np.ones((4, 1), np.float32))}).result(60)
+        assert (running.pids, running.failure) == (before, "")
+
+
+def test_servers_that_end_by_a_fault_of_their_coordinator_say_so(place: Place) -> None:
+    told = threading.Event()
+    with LocalServers(place.folder, 1) as running:
+        running.wait_whole()
+        running.at_failure(told.set)
+        running._coordinator.planner = None  # type: ignore[assignment]
+        assert told.wait(60)
+        assert "the coordinator of the servers has failed: AttributeError" in running.failure

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zmq
 
 from dlrover_py.protocol.errors import DLRoverError, SupersededError
 from dlrover_py.ps import messages as m
@@ -17,7 +18,8 @@ from dlrover_py.ps.map_store import MapFile
 from dlrover_py.ps.planner import PlanRules
 from dlrover_py.ps.request_rows import TableRows
 from dlrover_py.ps.specs import TableSpec
-from tests.ps_threads import TOKEN, coordinating, turn
+from dlrover_py.ps.wire import decode, send
+from tests.ps_threads import TOKEN, client, coordinating, servers, turn
 
 WAIT_S = 30.0
 
@@ -111,3 +113,43 @@ def test_the_rows_of_all_buckets_in_another_order_are_put_in_their_places() -> N
     part.receive((2, 0), [np.array([[20.0], [10.0], [11.0], [12.0]], np.float32)])
     assert part.rows is not None
     assert part.rows[:, 0].tolist() == ids.tolist()
+
+
+def test_a_future_that_its_owner_gives_up_stops_nothing(tmp_path: Path) -> None:
+    """Its thread died, and no later call ever returned. ``asyncio.wait_for`` cancels, too."""
+    with servers(tmp_path, 1) as access, client(access) as worker:
+        worker.create(TableSpec("table", 4))
+        ids = np.arange(9)
+        assert not worker.pull({"table": ids}).cancel()
+        grads = np.zeros((9, 4), np.float32)
+        assert not worker.push({"table": (ids, grads)}).cancel()
+        assert worker.pull({"table": ids}).result(WAIT_S)["table"].shape == (9, 4)
+    with pytest.raises(DLRoverError, match="the client was closed"):
+        worker.pull({"table": ids})
+
+
+def test_an_answer_that_the_client_cannot_use_ends_all_calls(tmp_path: Path) -> None:
+    """The rows of the table are missing in it. Each later call waited for ever."""
+    rules = PlanRules(buckets=4, silence_s=2 * WAIT_S)
+    coordinator = Coordinator("job", TOKEN, MapFile(tmp_path / "map.json"), rules, time.monotonic())
+    key, context = coordinator.access.key, zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    coordinator.planner.heard("s0", f"tcp://127.0.0.1:{port}", time.monotonic())
+    try:
+        with (
+            coordinating(coordinator),
+            PsClient(coordinator.access, "worker-0", timeout_s=2 * WAIT_S) as worker,
+        ):
+            worker.create(TableSpec("table", 4))
+            found = worker.pull({"table": np.arange(9)})
+            assert router.poll(int(WAIT_S * 1000))
+            route, *frames = router.recv_multipart()
+            asked, _ = decode(frames, key)
+            send(router, m.Pulled(asked.seq, asked.buckets), [], key, route)
+            with pytest.raises(DLRoverError, match="the client of the parameter server has failed"):
+                found.result(WAIT_S)
+            with pytest.raises(DLRoverError, match="has failed"):
+                worker.pull({"table": np.arange(9)})
+    finally:
+        context.destroy(linger=0)
