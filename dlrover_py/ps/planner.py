@@ -221,10 +221,14 @@ class Planner:
         """Let the primaries write their buckets, and apply no push meanwhile."""
         self._set(cut=place)
 
-    def end_cut(self) -> None:
-        """Let the primaries apply pushes again."""
+    def end_cut(self, *, saved: bool = False) -> None:
+        """Let the primaries apply pushes again.
+
+        Args:
+            saved: Whether the cut exists now.
+        """
         if self.map.cut is not None:
-            self._set(cut=None)
+            self._set(cut=None, source=self.map.cut if saved else self.map.source)
 
     def restore(
         self, source: CutPlace, tables: tuple[TableSpec, ...], buckets: int, staying: set[str]

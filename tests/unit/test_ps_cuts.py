@@ -181,6 +181,26 @@ def test_every_push_counts_after_the_return_to_the_cut_of_another_run(
         assert [train(worker, 1) for _ in range(3)] == [6, 7, 8]
 
 
+@pytest.mark.parametrize("then_saved", [False, True])
+def test_the_newest_cut_is_that_of_these_rows_after_a_new_coordinator_too(
+    tmp_path: Path, then_saved: bool
+) -> None:
+    """The user went back to step 10, because something was wrong with step 20."""
+    cuts = str(tmp_path / "cuts")
+    with servers(tmp_path, 2, 8, cuts) as access, client(access) as worker:
+        tables(worker)
+        for step in (10, 20):
+            push(worker, step)
+            worker.save(step, 1)
+        assert worker.restore(10, 1) == 10
+        if then_saved:
+            worker.save(15, 1)
+    with servers(tmp_path, 2, 8, cuts) as access, client(access) as worker:
+        assert worker.restore(world=1) == (15 if then_saved else 10)
+        with pytest.raises(CheckpointError, match=r"expected one of the steps .*20"):
+            worker.restore(12, 1)
+
+
 def test_without_a_directory_nothing_is_saved(tmp_path: Path) -> None:
     with servers(tmp_path, 1) as access, client(access) as worker:
         with pytest.raises(CheckpointError, match="--checkpoints DIR"):
