@@ -446,7 +446,8 @@ class Coordinator:
                 found.verify()
                 step = found.place.step
                 staying = {one.client for one in asked}
-                planner.restore(found.place, found.document.tables, found.buckets, staying)
+                held = found.document.tables
+                planner.restore(found.place, held, found.buckets, staying, asked[0].new)
         except (ConfigError, CheckpointError) as error:
             words = str(error)
         self._meetings.end(asked, -1 if words else step, planner.map.epoch, words)

@@ -258,6 +258,8 @@ class Meet:
     world: int
     """Number of workers that must ask for the same."""
     restore: bool
+    new: tuple[str, ...] = ()
+    """Tables that a cut to go back to need not have."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,6 +199,10 @@ def test_the_newest_cut_is_that_of_these_rows_after_a_new_coordinator_too(
         assert worker.restore(world=1) == (15 if then_saved else 10)
         with pytest.raises(CheckpointError, match=r"expected one of the steps .*20"):
             worker.restore(12, 1)
+        worker.create(replace(SUM, name="renamed"))
+        with pytest.raises(CheckpointError, match=r"new=\['renamed'\]"):
+            worker.restore(10, 1)
+        assert worker.restore(10, 1, new=["renamed"]) == 10
 
 
 def test_without_a_directory_nothing_is_saved(tmp_path: Path) -> None:
@@ -545,6 +549,18 @@ def test_a_cut_of_other_tables_changes_nothing() -> None:
     with pytest.raises(ConfigError, match="the cut has 8 buckets"):
         made.restore(PLACE, (ADAM,), 8, set())
     assert made.map == before
+
+
+def test_a_table_that_may_be_renamed_does_not_begin_anew_without_a_word() -> None:
+    """It had its first values after the return, and nothing said so."""
+    made = planner()
+    with pytest.raises(ConfigError, match=r"the cut has no table user, .* not use its table count"):
+        made.restore(PLACE, (SUM,), 4, {"staying"})
+    made.restore(PLACE, (SUM,), 4, {"staying"}, ["user"])
+    assert {table.name for table in made.map.tables} == {"user", "count"}
+    made.create_table(EMPTY)
+    made.restore(PLACE, (ADAM,), 4, {"staying"})  # it has all that it had before, and one more
+    made.restore(PLACE, (ADAM, SUM, EMPTY), 4, {"staying"})  # one is not used any more
 
 
 def replica(known: ClusterMap) -> Replica:
