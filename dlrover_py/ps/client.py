@@ -140,6 +140,8 @@ class PsClient:
         self._meetings = 0
         self._pace: _Pace | None = None
         self._seq = 0
+        self.pushes = 0
+        """Pushes that were asked for. With steps, each ends one."""
         self._tables = SentTables(name)
         self._address = access.address
         self._lines = Connections(access.address, access.key)
@@ -232,7 +234,9 @@ class PsClient:
             ConfigError: An array has another type or shape, a gradient is no number that the format
                 of the table's gradients has, or a table does not exist.
         """
-        return self._request(grads, push=True)
+        found = self._request(grads, push=True)
+        self.pushes += 1
+        return found
 
     def save(self, step: int, world: int | None = None) -> None:
         """Save all tables as one cut, and wait until it exists. Every worker calls this.
