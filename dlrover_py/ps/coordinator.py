@@ -399,7 +399,8 @@ class Coordinator:
         cut, planner = self._cut, self.planner
         if cut is None or self._cuts is None or part.folder != cut.place.folder:
             return
-        if any(part.file == known.file for known in cut.parts):
+        first = part.buckets[:1]
+        if any((part.file, first) == (known.file, known.buckets[:1]) for known in cut.parts):
             return
         cut.parts.append(part)
         written = {saved.bucket for known in cut.parts for saved in known.buckets}

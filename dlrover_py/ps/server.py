@@ -24,11 +24,13 @@ from dlrover_py.ps.load import RowMeter
 from dlrover_py.ps.replication import Replica
 from dlrover_py.ps.settings import read_access
 from dlrover_py.ps.store import Payload, Store
-from dlrover_py.ps.transfer import CutReader, CutWriter
+from dlrover_py.ps.transfer import CutReader, CutWriter, parts_of
 from dlrover_py.ps.wire import JobAccess, WireError, decode, new_context, send
 
 ALIVE_S = 0.5
 """Seconds between two messages to the coordinator."""
+WRITTEN_S = 5.0
+"""Seconds after which the coordinator is told again what was written of a cut."""
 TICK_S = 0.05
 BUSY_S = 0.002
 """Seconds between two looks at a thread that writes or reads a cut."""
@@ -84,6 +86,8 @@ class ParameterServer:
         self._reader: CutReader | None = None
         self._read_at = 0.0
         self._said: tuple[m.Alive, list[m.CutPart | m.CutFailed]] | None = None
+        self._written_at = 0.0
+        """When the coordinator was told last what was written of a cut."""
         self._stopped = False
         self._lifeline = -1
         self._heard_at = time.monotonic()
@@ -174,11 +178,14 @@ class ParameterServer:
         return alive, [one.result for one in self._writers if one.result is not None]
 
     def _say_alive(self) -> None:
-        self._said = self._state()
-        alive, written = self._said
+        before, now = self._said, time.monotonic()
+        self._said = alive, written = self._state()
         self._send(self._coordinator, alive, [])
-        for one in written:
-            self._send(self._coordinator, one, [])
+        if before is None or before[1] != written or now - self._written_at > WRITTEN_S:
+            self._written_at = now
+            for one in written:
+                for part in parts_of(one) if isinstance(one, m.CutPart) else [one]:
+                    self._send(self._coordinator, part, [])
         if self._left_at:
             self._send(self._coordinator, m.Drain(self._id), [])
 

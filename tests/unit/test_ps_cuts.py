@@ -33,12 +33,21 @@ from dlrover_py.ps.export import export
 from dlrover_py.ps.hashing import bucket_of, salt_of
 from dlrover_py.ps.map_store import MapFile
 from dlrover_py.ps.meetings import Meetings
-from dlrover_py.ps.messages import Meet, Met, Push, RefusalReason
+from dlrover_py.ps.messages import (
+    CutPart,
+    Meet,
+    Met,
+    Push,
+    RefusalReason,
+    SavedArray,
+    SavedBucket,
+)
 from dlrover_py.ps.planner import Planner, PlanRules
 from dlrover_py.ps.replication import Replica
 from dlrover_py.ps.specs import Consistency, TableSpec
 from dlrover_py.ps.store import Store
-from dlrover_py.ps.wire import decode, send
+from dlrover_py.ps.transfer import parts_of
+from dlrover_py.ps.wire import decode, encode, send
 from tests.ps_threads import client, servers
 
 ADAM = TableSpec("user", 4, specs.adam(0.1))
@@ -386,6 +395,53 @@ def test_a_cut_that_nobody_waits_for_is_given_up(tmp_path: Path) -> None:
             assert worker.poll(20_000)
             met, _ = decode(worker.recv_multipart(), one.access.key)
         assert met.words == "no worker waits for it any more"
+        context.destroy(linger=0)
+
+
+def test_what_a_server_has_written_fits_into_messages() -> None:
+    """The coordinator did not take more than 32 MiB, and the call waited until its time was over"""
+    arrays = tuple(
+        SavedArray(f"a-table-{at // 4}", at % 4, (9, 64), 1 << 40, at) for at in range(600)
+    )
+    buckets = tuple(SavedBucket(at, {"worker-0": (1, at)}, arrays) for at in range(1024))
+    whole = CutPart("s0", "step-1.0", "file", buckets)
+    with pytest.raises(ConfigError, match=r"a CutPart would have .* besides its arrays"):
+        encode(whole, [], b"k" * 16)
+    parts = list(parts_of(whole))
+    assert [bucket for part in parts for bucket in part.buckets] == list(buckets)
+    for part in parts:
+        encode(part, [], b"k" * 16)
+    assert list(parts_of(replace(whole, buckets=buckets[:2]))) == [
+        replace(whole, buckets=buckets[:2])
+    ]
+
+
+def test_a_cut_is_made_of_all_messages_of_a_server(tmp_path: Path) -> None:
+    rules, cuts = PlanRules(buckets=2, replicas=1), tmp_path / "cuts"
+    with closing(
+        Coordinator(
+            "job", "token", MapFile(tmp_path / "map"), rules, 0.0, cuts=CutDirectory(str(cuts))
+        )
+    ) as one:
+        one.planner.heard("s0", "tcp://127.0.0.1:1", 0.0)
+        incarnation = one.planner.join("a", "call")
+        context = zmq.Context()
+        line = context.socket(zmq.DEALER)
+        line.connect(one.access.address)
+
+        def say(message: Any) -> None:
+            send(line, message, [], one.access.key)
+            assert one.socket.poll(20_000)
+            one.receive(0.0)
+
+        say(Meet("a", incarnation, 1, 3, 1, restore=False))
+        assert one.planner.map.cut is not None
+        for bucket in (1, 1, 0):
+            assert one.planner.map.cut is not None
+            written = (SavedBucket(bucket, {}, ()),)
+            say(CutPart("s0", one.planner.map.cut.folder, "file", written))
+        assert one.planner.map.cut is None
+        assert [found.step for found in CheckpointDirectory(cuts).checkpoints()] == [3]
         context.destroy(linger=0)
 
 
