@@ -232,7 +232,8 @@ class PsClient:
 
         Raises:
             ConfigError: An array has another type or shape, a gradient is no number that the format
-                of the table's gradients has, or a table does not exist.
+                of the table's gradients has, or a table does not exist. Nothing is sent then, and
+                the next push may follow.
         """
         found = self._request(grads, push=True)
         self.pushes += 1
