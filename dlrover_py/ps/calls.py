@@ -1,5 +1,7 @@
 """Saving and restoring all tables with the connection of this process."""
 
+from collections.abc import Collection
+
 from dlrover_py.ps.embedding import default_client
 
 
@@ -19,7 +21,7 @@ def save(step: int) -> None:
     default_client().save(step)
 
 
-def restore(step: int | None = None) -> int | None:
+def restore(step: int | None = None, *, new: Collection[str] = ()) -> int | None:
     """Go back to a cut with all tables. Every worker calls this before its first forward pass.
 
     Pushes after the cut do not count any more. It also ends the loss of rows, which every other
@@ -27,6 +29,8 @@ def restore(step: int | None = None) -> int | None:
 
     Args:
         step: Step of the cut. None: the newest one.
+        new: Tables that the cut need not have, although it has others that the job does not use.
+            Such a table has perhaps been renamed, so it is refused without this.
 
     Returns:
         The step; None if there is no cut and no loss. Then nothing was changed.
@@ -35,4 +39,4 @@ def restore(step: int | None = None) -> int | None:
         CheckpointError: There is no such cut, it is damaged, or it has other tables.
         UnreachableError: Not all workers called in time.
     """
-    return default_client().restore(step)
+    return default_client().restore(step, new=new)

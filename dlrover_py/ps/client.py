@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -140,6 +140,8 @@ class PsClient:
         self._meetings = 0
         self._pace: _Pace | None = None
         self._seq = 0
+        self.pushes = 0
+        """Pushes that were asked for. With steps, each ends one."""
         self._tables = SentTables(name)
         self._address = access.address
         self._lines = Connections(access.address, access.key)
@@ -230,9 +232,12 @@ class PsClient:
 
         Raises:
             ConfigError: An array has another type or shape, a gradient is no number that the format
-                of the table's gradients has, or a table does not exist.
+                of the table's gradients has, or a table does not exist. Nothing is sent then, and
+                the next push may follow.
         """
-        return self._request(grads, push=True)
+        found = self._request(grads, push=True)
+        self.pushes += 1
+        return found
 
     def save(self, step: int, world: int | None = None) -> None:
         """Save all tables as one cut, and wait until it exists. Every worker calls this.
@@ -252,7 +257,9 @@ class PsClient:
             self._request({name: rest}, push=True, whole=True).result()
         self._meet(step, world, restore=False)
 
-    def restore(self, step: int | None = None, world: int | None = None) -> int | None:
+    def restore(
+        self, step: int | None = None, world: int | None = None, *, new: Collection[str] = ()
+    ) -> int | None:
         """Go back to a cut with all tables. Every worker calls this before its first pull.
 
         Pushes after the cut do not count any more. Workers that do not call it may not push any
@@ -261,6 +268,8 @@ class PsClient:
         Args:
             step: Step of the cut. None: the newest one.
             world: Number of workers. None: ``WORLD_SIZE``.
+            new: Tables that the cut need not have, although it has others that the job does not
+                use. Such a table has perhaps been renamed, so it is refused without this.
 
         Returns:
             The step; None if there is no cut and no loss. Then nothing was changed.
@@ -270,7 +279,8 @@ class PsClient:
             UnreachableError: Not all workers called in time.
         """
         self._tables.forget()
-        found = self._meet(-1 if step is None else step, world, restore=True)
+        step = -1 if step is None else step
+        found = self._meet(step, world, restore=True, new=tuple(sorted(new)))
         return None if found < 0 else found
 
     def close(self) -> None:
@@ -305,7 +315,9 @@ class PsClient:
             request.future.set_result(received(request.parts))
         return request.future
 
-    def _meet(self, step: int, world: int | None, *, restore: bool) -> int:
+    def _meet(
+        self, step: int, world: int | None, *, restore: bool, new: tuple[str, ...] = ()
+    ) -> int:
         """Ask for a cut, or to go back to one, and wait until all workers have asked for the same.
 
         Earlier pushes of this client are acknowledged first.
@@ -314,6 +326,7 @@ class PsClient:
             step: Step of the cut; -1: the newest one, to go back to.
             world: Number of workers. None: ``WORLD_SIZE``.
             restore: Whether to go back to a cut. Otherwise a cut is made.
+            new: Tables that the cut to go back to need not have.
 
         Returns:
             The step of the cut; -1 if there is none to go back to.
@@ -325,7 +338,7 @@ class PsClient:
         """
         world = Settings.from_environment().world if world is None else world
         self._meetings += 1
-        meet = m.Meet(self.name, self._incarnation, self._meetings, step, world, restore)
+        meet = m.Meet(self.name, self._incarnation, self._meetings, step, world, restore, new)
         meeting = _Meeting(meet, time.monotonic() + self._timeout_s)
         self._post(meeting)
         met = meeting.future.result()

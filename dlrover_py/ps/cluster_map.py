@@ -120,7 +120,9 @@ class ClusterMap:
     cut: CutPlace | None = None
     """The cut that the primaries write now. They apply no push meanwhile."""
     source: CutPlace | None = None
-    """The cut that the rows were read from, or are."""
+    """The newest cut in the life of the tables: they were read from it, or saved as it.
+
+    The directory may have later cuts that these rows do not go back to."""
     steps: Steps = field(default_factory=Steps)
     restored: int = 0
     """Epoch of the last return to a cut. Pushes that were sent before it are refused."""

@@ -137,8 +137,6 @@ class Coordinator:
         start = _first_map(ClusterMap(job, ack=rules.ack), store, source)
         self._cuts = cuts
         self._cut: _Cut | None = None
-        self._newest = source.place if source is not None else None
-        """The newest cut in the life of the tables, if it is known."""
         self._meetings = Meetings()
         self._hearing = _Hearing(now)
         self._group = StepGroup(now, rules.return_s)
@@ -474,7 +472,8 @@ class Coordinator:
         cut, planner = self._cut, self.planner
         if cut is None or self._cuts is None or part.folder != cut.place.folder:
             return
-        if any(part.file == known.file for known in cut.parts):
+        first = part.buckets[:1]
+        if any((part.file, first) == (known.file, known.buckets[:1]) for known in cut.parts):
             return
         cut.parts.append(part)
         written = {saved.bucket for known in cut.parts for saved in known.buckets}
@@ -485,8 +484,8 @@ class Coordinator:
         except (OSError, SupersededError) as error:
             self._fail_cut(str(error))
             return
-        self._cut, self._newest = None, cut.place
-        planner.end_cut()
+        self._cut = None
+        planner.end_cut(saved=True)
         self._meetings.end(cut.asked, cut.place.step, planner.map.epoch)
 
     def _fail_cut(self, words: str) -> None:
@@ -510,7 +509,8 @@ class Coordinator:
                 )
             which: str | None = str(step)
             if step < 0:
-                which = self._newest.folder if self._newest is not None else None
+                newest = planner.map.source
+                which = newest.folder if newest is not None else None
             found = SavedCut.open(self._cuts.url, which)
             if found is None:
                 step = -1
@@ -520,8 +520,8 @@ class Coordinator:
                 found.verify()
                 step = found.place.step
                 staying = {one.client for one in asked}
-                planner.restore(found.place, found.document.tables, found.buckets, staying)
-                self._newest = found.place
+                held = found.document.tables
+                planner.restore(found.place, held, found.buckets, staying, asked[0].new)
         except (ConfigError, CheckpointError) as error:
             words = str(error)
         self._meetings.end(asked, -1 if words else step, planner.map.epoch, words)

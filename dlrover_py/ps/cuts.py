@@ -318,6 +318,7 @@ class SavedCut:
             found = [one for one in directory.checkpoints() if one.has_tables]
         except OSError as error:
             raise CheckpointError(f"{url}: {error}") from error
+        steps = ", ".join(str(one.step) for one in found) or "none"
         if which is not None:
             found = [one for one in found if which in (str(one.step), one.folder)]
         if directory.damaged and (which is None or not found):
@@ -327,7 +328,10 @@ class SavedCut:
                 "remove this one"
             )
         if which is not None and not found:
-            raise ConfigError(f"{url}: there is no cut {which!r} of a parameter server")
+            raise ConfigError(
+                f"{url}: there is no cut {which!r} of a parameter server: expected one of the "
+                f"steps {steps}"
+            )
         if not found:
             return None
         manifest = found[0]

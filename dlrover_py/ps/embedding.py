@@ -7,6 +7,7 @@ A forward pass pulls each row of the batch once. The gradient of these rows goes
 import atexit
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack
 
 import numpy as np
@@ -40,6 +41,18 @@ class TableOptions(TypedDict, total=False):
     formats: Formats | None
     padding_idx: int | None
     client: PsClient | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefetched:
+    """Rows that were asked for before they are needed."""
+
+    ids: Ids
+    rows: Future[dict[str, Floats]]
+    pushes: int
+    """Pushes of the client after which they are too old."""
+    restored: int
+    """The last return to a cut before."""
 
 
 class _Rows(nn.Module):
@@ -79,18 +92,26 @@ class _Rows(nn.Module):
         self.client.create(self.table, formats)
         self.padding_idx = padding_idx
         self._used: list[tuple[Ids, Tensor]] = []
-        self._prefetched: list[tuple[Ids, Future[dict[str, Floats]]]] = []
+        self._prefetched: list[_Prefetched] = []
 
-    def prefetch(self, ids: Tensor) -> None:
+    def prefetch(self, ids: Tensor, *, steps: int = 1) -> None:
         """Ask for the rows of a later batch now.
 
         The next forward pass with the same ids uses them. They do not have the changes of pushes
-        after this call. So with ``ps.sync()``, this does nothing.
+        after this call. So with ``ps.sync()``, this does nothing. Rows from before a return to a
+        cut are never used.
+
+        Args:
+            ids: The ids of the batch.
+            steps: Steps of this worker's optimizer after which the rows are too old to be used: 1
+                for the next batch, 2 for the one after it. At most 8 batches wait.
         """
         if self.client.synchronous:
             return
-        unique = np.unique(_int64(ids))
-        self._prefetched.append((unique, self.client.pull({self.table.name: unique})))
+        unique, client = np.unique(_int64(ids)), self.client
+        restored, until = client.map.restored, client.pushes + steps
+        rows = client.pull({self.table.name: unique})
+        self._prefetched.append(_Prefetched(unique, rows, until, restored))
         del self._prefetched[:-8]
 
     def take_gradients(self) -> list[tuple[Ids, Floats]]:
@@ -114,13 +135,13 @@ class _Rows(nn.Module):
     def _rows_of(self, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
         """Return the rows of the distinct ids, the row number of each id, and that of padding."""
         unique, places = np.unique(_int64(ids), return_inverse=True)
-        future = None
-        for at, (known, pulled) in enumerate(self._prefetched):
-            if np.array_equal(known, unique):
-                future = pulled
-                del self._prefetched[at]
-                break
-        future = future or self.client.pull({self.table.name: unique})
+        pushes, restored = self.client.pushes, self.client.map.restored
+        fresh = [
+            one for one in self._prefetched if one.pushes >= pushes and one.restored == restored
+        ]
+        found = next((one for one in fresh if np.array_equal(one.ids, unique)), None)
+        self._prefetched = [one for one in fresh if one is not found]
+        future = found.rows if found is not None else self.client.pull({self.table.name: unique})
         values = future.result()[self.table.name]
         padding = None
         if self.padding_idx is not None and self.padding_idx in unique:

@@ -188,7 +188,7 @@ class LocalServers:
                 tries = 0
                 with self._news:
                     self._news.notify_all()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the owner gets it
             _LOG.exception("the servers end: their coordinator has failed")
             with self._news:
                 self.failure = f"the coordinator of the servers has failed: {error!r}"

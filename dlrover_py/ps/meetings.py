@@ -79,11 +79,12 @@ class Meetings:
             self._over[one.client] = (one, Met(one.number, step, epoch, words))
 
 
-def _topic(asked: Meet) -> tuple[int, int, bool]:
-    return asked.step, asked.world, asked.restore
+def _topic(asked: Meet) -> tuple[int, int, bool, tuple[str, ...]]:
+    return asked.step, asked.world, asked.restore, asked.new
 
 
 def _words(asked: Meet) -> str:
     verb = "goes back to" if asked.restore else "saves"
     step = "the newest cut" if asked.step < 0 else f"step {asked.step}"
-    return f"{asked.client} {verb} {step} with {asked.world} workers"
+    new = f" and new={list(asked.new)}" if asked.new else ""
+    return f"{asked.client} {verb} {step} with {asked.world} workers{new}"

@@ -258,6 +258,8 @@ class Meet:
     world: int
     """Number of workers that must ask for the same."""
     restore: bool
+    new: tuple[str, ...] = ()
+    """Tables that a cut to go back to need not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +299,10 @@ class SavedBucket:
 
 @dataclass(frozen=True, slots=True)
 class CutPart:
-    """A server has written buckets of a cut. It says so until the map has another cut, or none."""
+    """A server has written buckets of a cut. It says so until the map has another cut, or none.
+
+    A file with many buckets has several of these messages.
+    """
 
     server: str
     folder: str

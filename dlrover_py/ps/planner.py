@@ -5,7 +5,7 @@ becomes a *learner*, and when the primary says that the learner has every acknow
 becomes a backup or replaces a member. So at every moment one server may acknowledge.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from dlrover_py.protocol.errors import ConfigError
@@ -67,6 +67,8 @@ class Planner:
         """
         self.map = start
         self.rules = rules
+        self._used: set[str] = set()
+        """The tables that workers have asked this planner for. The map may have others of a cut."""
         self._until: dict[str, float] = {}
         """When each server counts as lost, unless it is heard before."""
         self.wait_for_all(now)
@@ -152,6 +154,7 @@ class Planner:
         """
         check_table(spec)
         known = self.map.table(spec.name)
+        self._used.add(spec.name)
         if known is None:
             if len(self.map.tables) >= MAX_TABLES:
                 raise ConfigError(f"expected at most {MAX_TABLES} tables")
@@ -241,13 +244,22 @@ class Planner:
         """Let the primaries write their buckets, and apply no push meanwhile."""
         self._set(cut=place)
 
-    def end_cut(self) -> None:
-        """Let the primaries apply pushes again."""
+    def end_cut(self, *, saved: bool = False) -> None:
+        """Let the primaries apply pushes again.
+
+        Args:
+            saved: Whether the cut exists now.
+        """
         if self.map.cut is not None:
-            self._set(cut=None)
+            self._set(cut=None, source=self.map.cut if saved else self.map.source)
 
     def restore(
-        self, source: CutPlace, tables: tuple[TableSpec, ...], buckets: int, staying: set[str]
+        self,
+        source: CutPlace,
+        tables: tuple[TableSpec, ...],
+        buckets: int,
+        staying: set[str],
+        new: Collection[str] = (),
     ) -> None:
         """Go back to a cut with all buckets: what came after it does not count any more.
 
@@ -256,9 +268,11 @@ class Planner:
             tables: Its tables.
             buckets: Its number of buckets.
             staying: Workers that may push afterwards. All others are refused from now on.
+            new: Tables that are not in the cut, and are not a table of the cut with another name.
 
         Raises:
-            ConfigError: The tables or buckets of the job differ from those of the cut.
+            ConfigError: The tables or buckets of the job differ from those of the cut, or a table
+                may have been renamed.
         """
         if buckets != len(self.map.placements):
             raise ConfigError(
@@ -274,6 +288,13 @@ class Planner:
                 )
         later = self.map.epoch + 1
         names = {table.name for table in tables}
+        absent, unused = self._used - names - set(new), names - self._used
+        if absent and unused:
+            raise ConfigError(
+                f"the cut has no table {', '.join(sorted(absent))}, and this job does not use its "
+                f"table {', '.join(sorted(unused))}: expected the same names. If the first one is "
+                f"new, and not renamed: ps.restore(new={sorted(absent)})"
+            )
         self._set(
             tables=(*tables, *(table for table in self.map.tables if table.name not in names)),
             clients={

@@ -226,12 +226,17 @@ def _encoded(
         feedback: What was not sent before, if only some values are sent. None: all are.
 
     Raises:
-        ConfigError: The format does not have such a number.
+        ConfigError: A gradient is no number, or none that the format has.
     """
     rest = Rest(ids[:0], grads[:0], alone=True)
+    # Each server would refuse its own part alone. In the memory, such a number would stay.
+    finite = np.isfinite(grads).all(axis=1)
+    if not finite.all():
+        raise ConfigError(
+            f"table {spec.name}: the gradient of id {ids[np.argmin(finite)]} is infinite or not a "
+            "number: expected numbers; nothing was sent, so this step may be left out"
+        )
     if feedback is not None:
-        if not np.isfinite(grads).all():  # it would stay in the memory
-            raise ConfigError(f"table {spec.name}: a gradient is infinite or not a number")
         ids, arrays, rest = feedback.encode(ids, grads, int(np.bitwise_xor.reduce(mix(seed))))
     elif format is RowFormat.FP32:
         return ids, [ids, grads], rest

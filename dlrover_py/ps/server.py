@@ -10,6 +10,8 @@ import logging
 import signal
 import sys
 import time
+from collections import deque
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from dlrover_py.ps.load import RowMeter
 from dlrover_py.ps.replication import Replica
 from dlrover_py.ps.settings import read_access
 from dlrover_py.ps.store import Payload, Store
-from dlrover_py.ps.transfer import CutReader, CutWriter
+from dlrover_py.ps.transfer import CutReader, CutWriter, parts_of
 from dlrover_py.ps.wire import (
     JobAccess,
     UnprovenError,
@@ -36,6 +38,8 @@ from dlrover_py.ps.wire import (
 
 ALIVE_S = 0.5
 """Seconds between two messages to the coordinator."""
+WRITTEN_S = 5.0
+"""Seconds after which the coordinator is told again what was written of a cut."""
 TICK_S = 0.05
 BUSY_S = 0.002
 """Seconds between two looks at a thread that writes or reads a cut."""
@@ -46,8 +50,37 @@ Workers may still push or save. While the job goes on, a server that leaves wait
 coordinator: what it knows of other copies is old, as their servers may be leaving, too."""
 RETRY_S = 1.0
 """Seconds after which a cut that could not be read is read again."""
+AT_ONCE = 32
+"""Messages that are handled before other sockets have their turn."""
+QUEUED = 256
+"""Messages that a server reads ahead, to find the copies among them."""
+Request = tuple[bytes, Any, Payload]
+"""A message with its arrays, and the connection from which it came."""
 _LOG = logging.getLogger(__name__)
 _LOG.addFilter(telemetry.RepeatFilter())
+
+
+def without_copies(queued: Iterable[Request], route: bytes, pull: m.Pull) -> deque[Request]:
+    """Return the requests that are left when a pull was answered.
+
+    A worker sends a pull again when the answer takes long. All copies would take as long.
+
+    Args:
+        queued: Requests that had come before the answer was sent.
+        route: The connection of the worker.
+        pull: Its pull.
+    """
+    buckets = set(pull.buckets)
+
+    def is_copy(one: Request) -> bool:
+        known = one[1]
+        return (
+            isinstance(known, m.Pull)
+            and (one[0], known.seq) == (route, pull.seq)
+            and buckets.issuperset(known.buckets)
+        )
+
+    return deque(one for one in queued if not is_copy(one))
 
 
 class ParameterServer:
@@ -80,6 +113,8 @@ class ParameterServer:
         self._address = f"tcp://{host}:{port}"
         self._coordinator = self._dealer(access.address)
         self._peers: dict[str, Any] = {}
+        self._queued: deque[Request] = deque()
+        """What has come from workers and servers, in order."""
         self._poller = zmq.Poller()
         self._poller.register(self._inbox, zmq.POLLIN)
         self._poller.register(self._coordinator, zmq.POLLIN)
@@ -91,6 +126,8 @@ class ParameterServer:
         self._reader: CutReader | None = None
         self._read_at = 0.0
         self._said: tuple[m.Alive, list[m.CutPart | m.CutFailed]] | None = None
+        self._written_at = 0.0
+        """When the coordinator was told last what was written of a cut."""
         self._stopped = False
         self._lifeline = -1
         self._heard_at = time.monotonic()
@@ -141,10 +178,15 @@ class ParameterServer:
             until = min(alive_at, tick_at) - time.monotonic()
             if self._transfers(time.monotonic()):
                 until = min(until, BUSY_S)
+            if self._queued:
+                until = 0.0
             if self._lifeline in dict(self._poller.poll(max(0, int(until * 1000)))):
                 break
-            self._receive(self._coordinator, from_coordinator=True)
-            self._receive(self._inbox, from_coordinator=False)
+            self._store.now = time.monotonic()
+            for _, message, _ in self._received(self._coordinator, AT_ONCE):
+                self._from_coordinator(message)
+                self._send_all()
+            self._serve_queued()
             now = time.monotonic()
             if now >= tick_at:
                 tick_at = now + TICK_S
@@ -181,11 +223,14 @@ class ParameterServer:
         return alive, [one.result for one in self._writers if one.result is not None]
 
     def _say_alive(self) -> None:
-        self._said = self._state()
-        alive, written = self._said
+        before, now = self._said, time.monotonic()
+        self._said = alive, written = self._state()
         self._send(self._coordinator, alive, [])
-        for one in written:
-            self._send(self._coordinator, one, [])
+        if before is None or before[1] != written or now - self._written_at > WRITTEN_S:
+            self._written_at = now
+            for one in written:
+                for part in parts_of(one) if isinstance(one, m.CutPart) else [one]:
+                    self._send(self._coordinator, part, [])
         if self._left_at:
             self._send(self._coordinator, m.Drain(self._id), [])
 
@@ -243,26 +288,40 @@ class ParameterServer:
             self._reader = None
         return self._reader is not None
 
-    def _receive(self, socket: Any, *, from_coordinator: bool) -> None:
-        """Take what has come, a few messages at most, so that no socket waits for another."""
+    def _serve_queued(self) -> None:
+        """Handle what has come, a few messages at most, so that no socket waits for another."""
         self._store.now = time.monotonic()
-        for _ in range(32):
+        self._queued.extend(self._received(self._inbox, QUEUED - len(self._queued)))
+        for _ in range(AT_ONCE):
+            if not self._queued:
+                return
+            route, message, payload = self._queued.popleft()
+            try:
+                self._handle(route, message, payload)
+            except WireError as error:
+                self._refuse(error, route)
+            self._send_all()
+            if isinstance(message, m.Pull):  # copies were sent before the worker had this answer
+                self._queued.extend(self._received(self._inbox, QUEUED - len(self._queued)))
+                self._queued = without_copies(self._queued, route, message)
+
+    def _received(self, socket: Any, most: int) -> Iterator[Request]:
+        """Yield messages that have come: the connection, empty for the coordinator's, and more."""
+        for _ in range(most):
             try:
                 frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            route = b"" if from_coordinator else frames.pop(0).bytes
+            route = frames.pop(0).bytes if socket is self._inbox else b""
             try:
-                message, payload = decode([frame.buffer for frame in frames], self._key)
-                if from_coordinator:
-                    self._from_coordinator(message)
-                else:
-                    self._handle(route, message, payload)
+                yield (route, *decode([frame.buffer for frame in frames], self._key))
             except WireError as error:
-                _LOG.warning("a message was refused", extra={"fields": {"error": str(error)}})
-                if route and not isinstance(error, UnprovenError):
-                    self._send(self._inbox, m.Unreadable(str(error)), [], route)
-            self._send_all()
+                self._refuse(error, route)
+
+    def _refuse(self, error: WireError, route: bytes) -> None:
+        _LOG.warning("a message was refused", extra={"fields": {"error": str(error)}})
+        if route and not isinstance(error, UnprovenError):
+            self._send(self._inbox, m.Unreadable(str(error)), [], route)
 
     def _from_coordinator(self, message: Any) -> None:
         self._heard_at = time.monotonic()

@@ -20,23 +20,38 @@ class SendPart:
 
 
 @dataclass(slots=True)
+class _Sent:
+    """Where a bucket without an answer was sent."""
+
+    server: str
+    due: float
+    """When it is sent again."""
+    pause_s: float = 0.0
+    """The time from the last sending until then; 0 if that was refused, or has not been."""
+
+
+@dataclass(slots=True)
 class _OpenRequest:
-    left: dict[int, tuple[str, float]] = field(default_factory=dict)
-    """Buckets without an answer: to which server each was sent, and when it is due again."""
+    left: dict[int, _Sent] = field(default_factory=dict)
+    """Buckets without an answer."""
 
 
 class PendingRequests:
     """Routes requests by the newest map, and sends again what got no answer."""
 
-    def __init__(self, *, resend_s: float = 1.0, refused_s: float = 0.05) -> None:
+    def __init__(
+        self, *, resend_s: float = 1.0, most_s: float = 16.0, refused_s: float = 0.05
+    ) -> None:
         """Start without requests.
 
         Args:
-            resend_s: Seconds after which a part without an answer is sent again.
+            resend_s: Seconds after which a part without an answer is sent again. They double each
+                time, because the server may only be slow.
+            most_s: The most seconds after which it is sent again.
             refused_s: Seconds after which a part is sent again that its server does not lead.
         """
         self.map: ClusterMap | None = None
-        self._resend_s, self._refused_s = resend_s, refused_s
+        self._resend_s, self._most_s, self._refused_s = resend_s, most_s, refused_s
         self._open: dict[int, _OpenRequest] = {}
 
     def __len__(self) -> int:
@@ -56,7 +71,7 @@ class PendingRequests:
             buckets: The buckets of its rows.
             now: The time.
         """
-        self._open[seq] = _OpenRequest(dict.fromkeys(buckets, ("", now)))
+        self._open[seq] = _OpenRequest({bucket: _Sent("", now) for bucket in buckets})
         return self.due(now, only=seq)
 
     def answered(self, seq: int, buckets: Iterable[int]) -> list[int]:
@@ -84,8 +99,8 @@ class PendingRequests:
         request = self._open.get(seq)
         for bucket in buckets if request is not None else ():
             if request is not None and bucket in request.left:
-                server, due = request.left[bucket]
-                request.left[bucket] = (server, min(due, now + self._refused_s))
+                sent = request.left[bucket]
+                sent.due, sent.pause_s = min(sent.due, now + self._refused_s), 0.0
 
     def cancel(self, seq: int) -> None:
         """Forget a request."""
@@ -104,11 +119,13 @@ class PendingRequests:
         placements = self.map.placements
         for seq in [only] if only is not None else list(self._open):
             left = self._open[seq].left
-            for bucket, (server, due) in left.items():
+            for bucket, sent in left.items():
                 primary = placements[bucket].primary
-                if (primary != server or due <= now) and primary in self.map.servers:
+                if (primary != sent.server or sent.due <= now) and primary in self.map.servers:
                     parts[primary, seq].append(bucket)
-                    left[bucket] = (primary, now + self._resend_s)
+                    before_s = sent.pause_s if primary == sent.server else 0.0
+                    pause_s = min(2 * before_s, self._most_s) or self._resend_s
+                    left[bucket] = _Sent(primary, now + pause_s, pause_s)
         return [SendPart(server, seq, tuple(b)) for (server, seq), b in parts.items()]
 
     def lost(self) -> list[int]:

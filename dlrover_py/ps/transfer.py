@@ -7,12 +7,13 @@ while the store is slow.
 import contextlib
 import queue
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from dlrover_py.protocol.errors import DLRoverError
 from dlrover_py.ps.cluster_map import CutPlace
 from dlrover_py.ps.cuts import CutFile, SavedCut
-from dlrover_py.ps.messages import CutFailed, CutPart
+from dlrover_py.ps.messages import CutFailed, CutPart, SavedBucket
 from dlrover_py.ps.store import Payload
 
 Bucket = tuple[int, dict[str, tuple[int, int]], Payload]
@@ -20,6 +21,26 @@ Bucket = tuple[int, dict[str, tuple[int, int]], Payload]
 AHEAD = 2
 """Buckets that are in memory a second time."""
 WAIT_S = 0.2
+PART_ENTRIES = 1 << 16
+"""Arrays and workers of the buckets in one message, unless one bucket has more."""
+
+
+def parts_of(written: CutPart) -> Iterator[CutPart]:
+    """Yield what a server has written in messages that the coordinator takes.
+
+    Args:
+        written: All buckets of one file.
+    """
+    buckets: list[SavedBucket] = []
+    entries = 0
+    for bucket in written.buckets:
+        size = 1 + len(bucket.arrays) + len(bucket.clients)
+        if buckets and entries + size > PART_ENTRIES:
+            yield replace(written, buckets=tuple(buckets))
+            buckets, entries = [], 0
+        buckets.append(bucket)
+        entries += size
+    yield replace(written, buckets=tuple(buckets))
 
 
 class CutWriter:

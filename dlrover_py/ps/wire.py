@@ -106,7 +106,7 @@ def encode(message: Any, payload: Payload, key: bytes) -> list[Any]:
         key: The key of the job.
 
     Raises:
-        ConfigError: The arrays are larger than a message may be, or too many.
+        ConfigError: The arrays, or the rest, are larger than a message may be, or too many.
     """
     arrays = [np.ascontiguousarray(array) for _, part in payload for array in part]
     size = sum(array.nbytes for array in arrays)
@@ -123,6 +123,11 @@ def encode(message: Any, payload: Payload, key: bytes) -> list[Any]:
     tables = [(name, [(array.dtype.str, array.shape) for array in part]) for name, part in payload]
     raw = msgspec.Raw(msgspec.msgpack.encode(message))
     body = msgspec.msgpack.encode(_Body(type(message).__name__, raw, tables))
+    if len(body) > MAX_BODY_BYTES:
+        raise ConfigError(
+            f"a {type(message).__name__} would have {len(body)} bytes besides its arrays: expected "
+            f"at most {MAX_BODY_BYTES}; use fewer tables, buckets or workers"
+        )
     frames = [body, *(array.data.cast("B") if array.size else b"" for array in arrays)]
     head = _HEAD.pack(_MAGIC, VERSION, 0)
     return [head + proof(head, frames, key), *frames]

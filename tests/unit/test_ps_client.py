@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import zmq
 
-from dlrover_py.protocol.errors import DLRoverError, SupersededError
+from dlrover_py.protocol.errors import ConfigError, DLRoverError, SupersededError
 from dlrover_py.ps import messages as m
 from dlrover_py.ps import specs
 from dlrover_py.ps.client import DataLossError, PsClient
@@ -153,3 +153,20 @@ def test_an_answer_that_the_client_cannot_use_ends_all_calls(tmp_path: Path) -> 
                 worker.pull({"table": np.arange(9)})
     finally:
         context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("wrong", [np.inf, -np.inf, np.nan])
+def test_nothing_is_applied_of_a_gradient_that_is_no_number(tmp_path: Path, wrong: float) -> None:
+    """Only the server with its row refused it, and the client could do nothing more."""
+    ids, grads = np.arange(10), -np.ones((10, 2), np.float32)
+    with servers(tmp_path) as access, client(access) as worker:
+        worker.create(TableSpec("table", 2, specs.sgd(1.0), specs.uniform(0.0, 0.0)))
+        worker.create(TableSpec("other", 2, specs.sgd(1.0), specs.uniform(0.0, 0.0)))
+        odd = grads.copy()
+        odd[3, 1] = wrong
+        with pytest.raises(ConfigError, match="table: the gradient of id 3 is infinite or not a"):
+            worker.push({"other": (ids, grads), "table": (ids, odd)}).result(WAIT_S)
+        for name in ("table", "other"):
+            assert not worker.pull({name: ids}).result(WAIT_S)[name].any()
+        worker.push({"table": (ids, grads)}).result(WAIT_S)
+        assert (worker.pull({"table": ids}).result(WAIT_S)["table"] == 1).all()

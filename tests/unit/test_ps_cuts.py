@@ -33,12 +33,21 @@ from dlrover_py.ps.export import export
 from dlrover_py.ps.hashing import bucket_of, salt_of
 from dlrover_py.ps.map_store import MapFile
 from dlrover_py.ps.meetings import Meetings
-from dlrover_py.ps.messages import Meet, Met, Push, RefusalReason
+from dlrover_py.ps.messages import (
+    CutPart,
+    Meet,
+    Met,
+    Push,
+    RefusalReason,
+    SavedArray,
+    SavedBucket,
+)
 from dlrover_py.ps.planner import Planner, PlanRules
 from dlrover_py.ps.replication import Replica
 from dlrover_py.ps.specs import Consistency, TableSpec
 from dlrover_py.ps.store import Store
-from dlrover_py.ps.wire import decode, send
+from dlrover_py.ps.transfer import parts_of
+from dlrover_py.ps.wire import decode, encode, send
 from tests.ps_threads import client, servers
 
 ADAM = TableSpec("user", 4, specs.adam(0.1))
@@ -179,6 +188,30 @@ def test_every_push_counts_after_the_return_to_the_cut_of_another_run(
         ready(worker)
         assert worker.restore(world=1) == 5
         assert [train(worker, 1) for _ in range(3)] == [6, 7, 8]
+
+
+@pytest.mark.parametrize("then_saved", [False, True])
+def test_the_newest_cut_is_that_of_these_rows_after_a_new_coordinator_too(
+    tmp_path: Path, then_saved: bool
+) -> None:
+    """The user went back to step 10, because something was wrong with step 20."""
+    cuts = str(tmp_path / "cuts")
+    with servers(tmp_path, 2, 8, cuts) as access, client(access) as worker:
+        tables(worker)
+        for step in (10, 20):
+            push(worker, step)
+            worker.save(step, 1)
+        assert worker.restore(10, 1) == 10
+        if then_saved:
+            worker.save(15, 1)
+    with servers(tmp_path, 2, 8, cuts) as access, client(access) as worker:
+        assert worker.restore(world=1) == (15 if then_saved else 10)
+        with pytest.raises(CheckpointError, match=r"expected one of the steps .*20"):
+            worker.restore(12, 1)
+        worker.create(replace(SUM, name="renamed"))
+        with pytest.raises(CheckpointError, match=r"new=\['renamed'\]"):
+            worker.restore(10, 1)
+        assert worker.restore(10, 1, new=["renamed"]) == 10
 
 
 def test_without_a_directory_nothing_is_saved(tmp_path: Path) -> None:
@@ -365,6 +398,53 @@ def test_a_cut_that_nobody_waits_for_is_given_up(tmp_path: Path) -> None:
         context.destroy(linger=0)
 
 
+def test_what_a_server_has_written_fits_into_messages() -> None:
+    """The coordinator did not take more than 32 MiB, and the call waited until its time was over"""
+    arrays = tuple(
+        SavedArray(f"a-table-{at // 4}", at % 4, (9, 64), 1 << 40, at) for at in range(600)
+    )
+    buckets = tuple(SavedBucket(at, {"worker-0": (1, at)}, arrays) for at in range(1024))
+    whole = CutPart("s0", "step-1.0", "file", buckets)
+    with pytest.raises(ConfigError, match=r"a CutPart would have .* besides its arrays"):
+        encode(whole, [], b"k" * 16)
+    parts = list(parts_of(whole))
+    assert [bucket for part in parts for bucket in part.buckets] == list(buckets)
+    for part in parts:
+        encode(part, [], b"k" * 16)
+    assert list(parts_of(replace(whole, buckets=buckets[:2]))) == [
+        replace(whole, buckets=buckets[:2])
+    ]
+
+
+def test_a_cut_is_made_of_all_messages_of_a_server(tmp_path: Path) -> None:
+    rules, cuts = PlanRules(buckets=2, replicas=1), tmp_path / "cuts"
+    with closing(
+        Coordinator(
+            "job", "token", MapFile(tmp_path / "map"), rules, 0.0, cuts=CutDirectory(str(cuts))
+        )
+    ) as one:
+        one.planner.heard("s0", "tcp://127.0.0.1:1", 0.0)
+        incarnation = one.planner.join("a", "call")
+        context = zmq.Context()
+        line = context.socket(zmq.DEALER)
+        line.connect(one.access.address)
+
+        def say(message: Any) -> None:
+            send(line, message, [], one.access.key)
+            assert one.socket.poll(20_000)
+            one.receive(0.0)
+
+        say(Meet("a", incarnation, 1, 3, 1, restore=False))
+        assert one.planner.map.cut is not None
+        for bucket in (1, 1, 0):
+            assert one.planner.map.cut is not None
+            written = (SavedBucket(bucket, {}, ()),)
+            say(CutPart("s0", one.planner.map.cut.folder, "file", written))
+        assert one.planner.map.cut is None
+        assert [found.step for found in CheckpointDirectory(cuts).checkpoints()] == [3]
+        context.destroy(linger=0)
+
+
 # --- Export ---
 
 
@@ -534,6 +614,18 @@ def test_a_cut_of_other_tables_changes_nothing() -> None:
     with pytest.raises(ConfigError, match="the cut has 8 buckets"):
         made.restore(PLACE, (ADAM,), 8, set())
     assert made.map == before
+
+
+def test_a_table_that_may_be_renamed_does_not_begin_anew_without_a_word() -> None:
+    """It had its first values after the return, and nothing said so."""
+    made = planner()
+    with pytest.raises(ConfigError, match=r"the cut has no table user, .* not use its table count"):
+        made.restore(PLACE, (SUM,), 4, {"staying"})
+    made.restore(PLACE, (SUM,), 4, {"staying"}, ["user"])
+    assert {table.name for table in made.map.tables} == {"user", "count"}
+    made.create_table(EMPTY)
+    made.restore(PLACE, (ADAM,), 4, {"staying"})  # it has all that it had before, and one more
+    made.restore(PLACE, (ADAM, SUM, EMPTY), 4, {"staying"})  # one is not used any more
 
 
 def replica(known: ClusterMap) -> Replica:

@@ -1,6 +1,7 @@
 """The embeddings of the parameter server give what those of torch give."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 from dlrover_py.protocol.errors import ConfigError
-from dlrover_py.ps import adagrad, adam, normal, sgd
+from dlrover_py.ps import adagrad, adam, normal, sgd, uniform
 from dlrover_py.ps.client import PsClient
 from dlrover_py.ps.embedding import Embedding, EmbeddingBag, Optimizer
 from tests.ps_threads import client, servers
@@ -124,3 +125,39 @@ def test_gradients_of_several_passes_are_summed(worker: PsClient) -> None:
     (table(ids).sum() + 3 * table(ids[:1]).sum()).backward()
     optimizer.step()
     assert (before - table(ids)).flatten().tolist() == pytest.approx([2.0, 0.5])
+
+
+def test_prefetched_rows_are_not_used_when_they_are_too_old(tmp_path: Path) -> None:
+    """They were used as long as 50 steps later, and after a return to a cut."""
+    ids = torch.arange(3)
+    with servers(tmp_path, 1, cuts=str(tmp_path / "cuts")) as access, client(access) as worker:
+        table = Embedding("old", 1, optimizer=sgd(1.0), init=uniform(0, 0), client=worker)
+        optimizer = Optimizer(table)
+
+        def steps(count: int) -> None:
+            for _ in range(count):
+                optimizer.zero_grad()
+                (-table(ids[:1])).sum().backward()
+                optimizer.step()
+
+        def first() -> float:
+            return float(table(ids)[0].item())
+
+        def prefetch(within: int) -> None:
+            table.prefetch(ids, steps=within)
+            worker.pull({"old": ids.numpy()}).result()  # the rows before it have come
+
+        steps(1)
+        worker.save(1, 1)
+        prefetch(1)
+        steps(1)
+        assert first() == 1, "it is one step old"
+        prefetch(1)
+        steps(2)
+        assert first() == 4
+        prefetch(2)
+        steps(2)
+        assert first() == 4
+        prefetch(2)
+        assert worker.restore(1, 1) == 1
+        assert first() == 1

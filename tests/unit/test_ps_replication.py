@@ -12,6 +12,7 @@ from dlrover_py.ps import specs
 from dlrover_py.ps.cluster_map import AckMode, ClusterMap, Placement, Replacing, Steps
 from dlrover_py.ps.planner import Planner, PlanRules
 from dlrover_py.ps.replication import Replica
+from dlrover_py.ps.server import without_copies
 from dlrover_py.ps.session import PendingRequests
 from dlrover_py.ps.specs import TableSpec
 from dlrover_py.ps.store import Store
@@ -323,6 +324,31 @@ def test_a_request_is_sent_again_with_its_number() -> None:
     assert requests.answered(7, [0]) == [0]
     assert not requests.is_open(7)
     assert requests.answered(7, [0]) == []
+
+
+def test_a_request_without_an_answer_is_sent_again_after_growing_pauses() -> None:
+    """A server that needed 1.2 s for a pull got a copy each second, and never caught up."""
+    requests = PendingRequests(resend_s=1.0, most_s=5.0, refused_s=0.1)
+    requests.on_map(cluster(1, "a", "b"), 0.0)
+
+    def sent(request: int, until: int) -> list[int]:
+        return [at for at in range(until) if requests.due(at / 10, only=request)]
+
+    assert len(requests.start(7, [0], 0.0)) == 1
+    assert sent(7, 200) == [10, 30, 70, 120, 170]
+    requests.refused(7, [0], 20.0)
+    assert [at for at in range(200, 240) if requests.due(at / 10)] == [201, 211, 231]
+    requests.on_map(cluster(2, "b"), 24.0)
+    assert [at for at in range(240, 275) if requests.due(at / 10)] == [250, 270]
+
+
+def test_a_server_answers_only_one_of_the_copies_of_a_pull() -> None:
+    pull, ids = m.Pull(3, 7, (0, 1)), [("t", [np.arange(2)])]
+    later, other = m.Pull(3, 8, (0, 1)), m.Pull(3, 7, (1, 2))
+    push = m.Push("w", 1, 3, 7, (0, 1))
+    staying: Any = [(b"x", pull, ids), (ROUTE, later, ids), (ROUTE, other, ids), (ROUTE, push, ids)]
+    copies: Any = [(ROUTE, pull, ids), (ROUTE, m.Pull(4, 7, (1,)), ids)]
+    assert list(without_copies([*copies, *staying, *copies], ROUTE, pull)) == staying
 
 
 def test_a_server_that_leaves_has_no_bucket_left_when_nobody_can_take_a_copy() -> None:
