@@ -106,14 +106,7 @@ class Planner:
         if server in self.map.servers:
             self._remove([server])
         if any(_loses(one, server) for one in self.map.placements):
-            self._place(
-                [
-                    replace(one, term=one.term + 1, learner="", lost=True)
-                    if _loses(one, server)
-                    else one
-                    for one in self.map.placements
-                ]
-            )
+            self._place([_lost(one) if _loses(one, server) else one for one in self.map.placements])
 
     def tick(self, now: float) -> None:
         """Take note of the time: a server that was silent for too long counts as lost.
@@ -469,6 +462,12 @@ def foresee(known: ClusterMap, rules: PlanRules, weights: Sequence[int]) -> Clus
 def _loses(one: Placement, server: str) -> bool:
     """Return whether the end of a server loses rows of a bucket that it leads."""
     return one.primary == server and not one.lost and not one.loading
+
+
+def _lost(one: Placement) -> Placement:
+    """Return a bucket whose rows are gone: nothing is copied any more."""
+    nothing = Replacing.NOTHING
+    return replace(one, term=one.term + 1, learner="", replacing=nothing, lost=True)
 
 
 def _with_learner(old: Placement) -> Placement:

@@ -224,6 +224,16 @@ def planner(*servers: str, replicas: int = 2, buckets: int = 4) -> Planner:
     return made
 
 
+def test_a_bucket_that_is_lost_while_it_moves_does_not_move_any_more() -> None:
+    """It counted as one of the few buckets that may move at a time, until a return to a cut."""
+    plan = planner("a", replicas=1)
+    plan.heard("b", "b", 0.0)
+    assert any(one.replacing for one in plan.map.placements)
+    plan.lost("a")
+    found = {(one.learner, one.replacing, one.lost) for one in plan.map.placements}
+    assert found == {("", Replacing.NOTHING, True)}
+
+
 def test_a_promotion_has_a_new_term_and_never_a_learner() -> None:
     plan = planner("a", "b")
     plan.heard("c", "c", 0.0)
