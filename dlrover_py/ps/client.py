@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,30 @@ class _Request:
     step: StepId = (0, 0)
     """The step of the workers that this push ends."""
 
+    def part(
+        self, one: SendPart, client: str, incarnation: int, epoch: int, *, sync: bool
+    ) -> tuple[m.Push | m.Pull, Payload]:
+        """Return the message to one server, and its arrays.
+
+        Args:
+            one: The server, and the buckets of the part.
+            client: Name of the worker.
+            incarnation: Incarnation of the worker.
+            epoch: Epoch of the worker's map.
+            sync: Whether the pushes of all workers in a step are applied together.
+        """
+        payload: Payload = [(part.table, part.of(one.buckets)) for part in self.parts]
+        if self.push:
+            step = self.step if sync else (0, 0)
+            return m.Push(client, incarnation, epoch, one.seq, one.buckets, step), payload
+        formats = {part.table: part.format for part in self.parts}
+        return m.Pull(epoch, one.seq, one.buckets, formats), payload
+
+    def receive(self, buckets: tuple[int, ...], payload: Payload) -> None:
+        """Take in the rows of some buckets."""
+        for part, (_, arrays) in zip(self.parts, payload, strict=True):
+            part.receive(buckets, arrays)
+
 
 @dataclass(slots=True)
 class _Pace:
@@ -102,7 +127,7 @@ class _Meeting:
     """When the coordinator is asked again."""
 
 
-class PsClient:
+class PsClient(AbstractContextManager["PsClient"]):
     """The connection of one worker to the servers of its job."""
 
     def __init__(
@@ -289,9 +314,6 @@ class PsClient:
         self._lines.wake()
         self._thread.join()
 
-    def __enter__(self) -> "PsClient":
-        return self
-
     def __exit__(self, *exception: object) -> None:
         self.close()
 
@@ -343,8 +365,8 @@ class PsClient:
         self._post(meeting)
         met = meeting.future.result()
         if met.words:
-            verb = "restored" if restore else "saved"
-            raise CheckpointError(f"the tables were not {verb}: {met.words}")
+            done = "restored" if restore else "saved"
+            raise CheckpointError(f"the tables were not {done}: {met.words}")
         return met.step
 
     def _post(self, command: _Request | _Meeting | m.CreateTable | m.UseConsistency) -> None:
@@ -523,15 +545,8 @@ class PsClient:
 
     def _send_parts(self, parts: list[SendPart]) -> None:
         for one in parts:
-            request = self._open[one.seq]
-            payload: Payload = [(part.table, part.of(one.buckets)) for part in request.parts]
-            epoch = self.map.epoch
-            formats = {part.table: part.format for part in request.parts}
-            message: m.Push | m.Pull = m.Pull(epoch, one.seq, one.buckets, formats)
-            if request.push:
-                step = request.step if self.synchronous else (0, 0)
-                message = m.Push(self.name, self._incarnation, epoch, one.seq, one.buckets, step)
-            self._send(one.server, message, payload)
+            request, here = self._open[one.seq], (self.name, self._incarnation, self.map.epoch)
+            self._send(one.server, *request.part(one, *here, sync=self.synchronous))
 
     def _send(self, server: str, message: Any, payload: Payload | None = None) -> None:
         address = self.map.servers[server] if server else self._address
@@ -587,8 +602,7 @@ class PsClient:
         request = self._open.get(message.seq)
         if request is None or request.push:
             return
-        for part, (_, arrays) in zip(request.parts, payload, strict=True):
-            part.receive(message.buckets, arrays)
+        request.receive(message.buckets, payload)
         self._answered(message.seq, message.buckets)
 
     def _answered(self, seq: int, buckets: tuple[int, ...]) -> None:

@@ -7,8 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from dlrover_py.ps.client import connect
+from dlrover_py.ps.coordinator import Coordinator
 from dlrover_py.ps.local import LocalServers
 from dlrover_py.ps.specs import TableSpec, sgd
 from tests.process.harness import Place, carrying, eventually
@@ -72,11 +74,16 @@ def test_a_map_that_cannot_be_written_for_a_moment_loses_no_server(place: Place)
         assert (running.pids, running.failure) == (before, "")
 
 
-def test_servers_that_end_by_a_fault_of_their_coordinator_say_so(place: Place) -> None:
+def test_servers_that_end_by_a_fault_of_their_coordinator_say_so(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fault(self: Coordinator, now: float) -> None:
+        raise AttributeError("planted")
+
     told = threading.Event()
     with LocalServers(place.folder, 1) as running:
         running.wait_whole()
         running.at_failure(told.set)
-        running._coordinator.planner = None  # type: ignore[assignment]
+        monkeypatch.setattr(Coordinator, "receive", fault)
         assert told.wait(60)
         assert "the coordinator of the servers has failed: AttributeError" in running.failure
