@@ -1,6 +1,7 @@
 """What has made a job slow, from simulated windows; and no alarm in a thousand healthy jobs."""
 
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -133,6 +134,8 @@ CHANGES: list[tuple[Change, float, SlowKind, str]] = [
     (on("n3", gc=0.25), 1.25, SlowKind.CODE, "n3"),
     (on("n1", throttled=0.5), 1.6, SlowKind.NEIGHBOUR, "n1"),
     (on("n1", pressure=0.4), 1.3, SlowKind.NEIGHBOUR, "n1"),
+    (on("n1", memory=0.4), 1.3, SlowKind.NEIGHBOUR, "n1"),
+    (on("n1", io=0.8), 1.4, SlowKind.NEIGHBOUR, "n1"),
     (on("n2", cpu=0.6), 1.3, SlowKind.MACHINE, "n2"),
     (on("n2", cpu=0.3), 1.15, SlowKind.MACHINE, "n2"),
     (on("", cpu=0.6), 1.3, SlowKind.CODE, ""),
@@ -155,6 +158,20 @@ def test_a_change_is_found_with_its_cause(
         assert (found.kind, found.node) == (kind, node), (seed, in_words(found))
         assert found.usual_s == pytest.approx(1.0, rel=0.03)
         assert 20 <= found.since <= 24
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ("pressure", "n1 lacks CPU 60 % of the time, .*: neighbour. Raise the CPU limit"),
+        ("memory", "n1 lacks memory 60 % of the time, .*: neighbour. Raise the memory limit"),
+        ("io", "n1 waits for storage 60 % of the time, .*: neighbour. Look at its disk"),
+    ],
+)
+def test_what_a_node_lacks_is_named_with_what_to_do(part: str, words: str) -> None:
+    found = judged(on("n1", **{part: 0.6}), 1.4, seed=1)
+    assert found is not None
+    assert re.search(words.replace("60", "[56][0-9]"), in_words(found)), in_words(found)
 
 
 def linked(*slow: tuple[str, str], count: int = 4) -> Slowness | None:

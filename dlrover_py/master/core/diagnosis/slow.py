@@ -147,6 +147,8 @@ class SlowJob:
                 cpu=each("cpu"),
                 throttled=load.throttled if load is not None else 0.0,
                 pressure=load.cpu if load is not None else 0.0,
+                memory=load.memory if load is not None else 0.0,
+                io=load.io if load is not None else 0.0,
                 sending=load.sending * times[-1] if load is not None else 0.0,
                 clocks=load.clocks if load is not None else 0.0,
                 speed=load.link_bytes_s if load is not None else 0.0,

@@ -67,6 +67,8 @@ CLOCKS = 0.05
 THROTTLED = 0.10
 """Growth of the share of throttled periods, or of the time in which a process waited for a CPU,
 that shows that others take the CPU."""
+LACKS = {"throttled": "CPU", "pressure": "CPU", "memory": "memory", "io": "storage"}
+"""What a node lacks, by the part that shows it."""
 ADVICE = {
     SlowKind.DATA: "Check its storage and its loader: more loader workers",
     SlowKind.CODE: "Look at the garbage collector, and at the length of samples since then",
@@ -77,6 +79,8 @@ ADVICE = {
     SlowKind.UNKNOWN: "See `dlrover job stacks`; check GPU clocks and the network",
 }
 """What to do first about a slow job."""
+FOR_MEMORY = "Raise the memory limit, or move what else runs there"
+FOR_STORAGE = "Look at its disk, and at what else reads and writes there"
 WEIGHT = 0.1
 """Weight of the newest window in the usual parts of a node."""
 
@@ -95,6 +99,10 @@ class Parts:
     """Share of the periods in which its CPU limit has stopped it, from 0 to 1."""
     pressure: float = 0.0
     """Share of the time in which some process of the node waited for a CPU, from 0 to 1."""
+    memory: float = 0.0
+    """The same for memory: pages had to be made free, or read again."""
+    io: float = 0.0
+    """The same for storage."""
     sending: float = 0.0
     """Seconds of a step in which its busiest connection waited for the network."""
     clocks: float = 0.0
@@ -112,6 +120,8 @@ class Parts:
             cpu=self.cpu + (other.cpu - self.cpu) * weight,
             throttled=self.throttled + (other.throttled - self.throttled) * weight,
             pressure=self.pressure + (other.pressure - self.pressure) * weight,
+            memory=self.memory + (other.memory - self.memory) * weight,
+            io=self.io + (other.io - self.io) * weight,
             sending=self.sending + (other.sending - self.sending) * weight,
             clocks=self.clocks + (other.clocks - self.clocks) * weight,
             peer=other.peer,
@@ -166,6 +176,8 @@ class Slowness:
     """Whether ``part`` is the share of its GPUs whose clocks are slowed."""
     speeds: bool = False
     """Whether ``part`` and ``others`` are bytes a second of links."""
+    lacks: str = "CPU"
+    """What a node lacks because of its neighbours: a value of :data:`LACKS`."""
 
     @property
     def shift(self) -> float:
@@ -409,7 +421,10 @@ class SlowWatch:
             alike = bool(others) and median(others) >= 0.5 * grew[node]
             value, old = getattr(now[node], part), getattr(before[node], part)
             named = "" if alike else node
-            return Slowness(kind, named, since, level, usual, value, old, clocks=part == "clocks")
+            lacks, clocks = LACKS.get(part, "CPU"), part == "clocks"
+            return Slowness(
+                kind, named, since, level, usual, value, old, clocks=clocks, lacks=lacks
+            )
 
         least = SHARE_OF_GROWTH * grown
         for kind, part, limit in (
@@ -429,8 +444,10 @@ class SlowWatch:
             kind, node = machine
             value, old = (now[node].cpu, before[node].cpu) if node else (0.0, 0.0)
             return Slowness(kind, node, since, level, usual, value, old)
-        one = found(SlowKind.NEIGHBOUR, "pressure", THROTTLED)
-        return one or Slowness(SlowKind.UNKNOWN, "", since, level, usual)
+        for part in ("pressure", "memory", "io"):
+            if (one := found(SlowKind.NEIGHBOUR, part, THROTTLED)) is not None:
+                return one
+        return Slowness(SlowKind.UNKNOWN, "", since, level, usual)
 
     def _by_link(
         self, now: Mapping[str, Parts], before: Mapping[str, Parts], least: float
@@ -513,7 +530,9 @@ def in_words(slow: Slowness) -> str:
         case SlowKind.DATA:
             text += f"{who} waits {_s(part)} a step for data, {_s(others)} {before}"
         case SlowKind.NEIGHBOUR:
-            text += f"{who} lacks CPU {100 * part:.0f} % of the time, {100 * others:.0f} % {before}"
+            verb = "waits for" if slow.lacks == "storage" else "lacks"
+            text += f"{who} {verb} {slow.lacks} {100 * part:.0f} % of the time, "
+            text += f"{100 * others:.0f} % {before}"
         case SlowKind.MACHINE if slow.clocks:
             text += f"the clocks of {100 * part:.0f} % of the GPUs of {who} are slowed by heat, "
             text += f"power or a fault, {100 * others:.0f} % {before}"
@@ -539,7 +558,8 @@ def in_words(slow: Slowness) -> str:
             text += "all nodes need more CPU time"
         case SlowKind.UNKNOWN:
             text += "nothing that is measured has grown with it"
-    return f"{text}: {slow.kind}. {ADVICE[slow.kind]}"
+    advice = {"memory": FOR_MEMORY, "storage": FOR_STORAGE}.get(slow.lacks, ADVICE[slow.kind])
+    return f"{text}: {slow.kind}. {advice}"
 
 
 def _s(seconds: float) -> str:
