@@ -179,6 +179,15 @@ class ConditionType(StrEnum):
 
     What to do: See [diagnosis](../diagnosis.md#log-rules).
     """
+    TABLES_AT_RISK = "TablesAtRisk"
+    """Rows of a parameter server are lost, or have had one copy only for a minute. The message has
+    the number of the parts of the tables. The condition is not shown before the first time.
+
+    When False: All parts have their copies, or the job has ended.
+
+    What to do: For ``RowsLost``, see [what is lost when](../parameter-server.md#what-is-lost-when).
+    For ``SingleCopy``, check that the servers run and can reach each other, and their memory.
+    """
     TUNING_REFUSED = "TuningRefused"
     """The wanted settings of data loaders cannot be used, and training goes on as before. The
     message says why.
@@ -404,6 +413,10 @@ class ConditionReason(StrEnum):
     an hour. Another controller, such as a HorizontalPodAutoscaler, may write it."""
     SHARDS_QUARANTINED = "ShardsQuarantined"
     """``ShardsQuarantined``: Shards of a dataset are not trained."""
+    ROWS_LOST = "RowsLost"
+    """``TablesAtRisk``: All copies of some rows have died."""
+    SINGLE_COPY = "SingleCopy"
+    """``TablesAtRisk``: Some rows have one copy only."""
     HANG = "Hang"
     """``Hanging``: The job stands still."""
     WRONG_VALUES = "WrongValues"
@@ -535,6 +548,10 @@ class EventReason(StrEnum):
     SHARDS_QUARANTINED = "ShardsQuarantined"
     """Warning: A shard of a dataset is not trained any more. The message has its samples and the
     reason."""
+    TABLES_AT_RISK = "TablesAtRisk"
+    """Warning: Rows of a parameter server are lost, or have had one copy only for a minute."""
+    TABLES_SAFE = "TablesSafe"
+    """All parts of the tables have their copies again."""
     HANG = "Hang"
     """Warning: The job stands still. The message is the
     [verdict](../diagnosis.md#verdicts): the rank that the others wait for, and what it does."""

@@ -118,6 +118,15 @@ CASES = {
         fires=[one("dlrover_checkpoint_failing", "1x20")],
         quiet=[[one("dlrover_checkpoint_failing", "1x5 0x15")]],
     ),
+    "DLRoverTablesAtRisk": Case(
+        at=3,
+        fires=[one("dlrover_problem", "1x9", condition="TablesAtRisk")],
+        quiet=[
+            [one("dlrover_problem", "1x1 0x9", condition="TablesAtRisk")],
+            [one("dlrover_problem", "1x9", condition="Slow")],
+        ],
+        labels=JOB | {"condition": "TablesAtRisk"},
+    ),
     "DLRoverMasterFlaps": Case(
         at=59,
         fires=[one("dlrover_term", "1x10", pod="a"), one("dlrover_term", "_x40 5x30", pod="b")],

@@ -1,5 +1,6 @@
 """Servers of a parameter server in a job: who starts and ends them, and what a loss costs."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,15 +19,17 @@ from dlrover_py.master.core.events import (
     NodesListed,
     Rules,
     ServersPresent,
+    TablesReported,
 )
 from dlrover_py.master.core.job import Job
-from dlrover_py.master.core.servers import LEAVE_S
+from dlrover_py.master.core.servers import LEAVE_S, SINGLE_S
 from dlrover_py.master.core.state import DurableState
 from dlrover_py.master.servers import tables_status
 from dlrover_py.protocol.errors import ConfigError, ExitCode, UnsupportedError
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import NodeId, Term, is_server
-from dlrover_py.protocol.status import MAX_LISTED_BUCKETS, JobPhase, ServerLoad
+from dlrover_py.protocol.reasons import ConditionReason, ConditionType
+from dlrover_py.protocol.status import MAX_LISTED_BUCKETS, JobPhase, ServerLoad, TablesStatus
 from dlrover_py.ps.cluster_map import ClusterMap, Placement
 from dlrover_py.ps.messages import Load
 from dlrover_py.ps.specs import TableSpec
@@ -446,6 +449,8 @@ def test_buckets_are_counted_by_server() -> None:
     load = Load("ps2", rows=5, nbytes=80, pulled_per_s=1.26, pushed_per_s=2.0, waiting=3)
     told = tables_status(known, {"ps2": load, "gone": load})
     assert (told.epoch, told.tables, told.buckets, told.lost_buckets) == (9, ["user"], 4, 1)
+    assert told.single_buckets == 2
+    assert tables_status(replace(known, draining=("ps10",)), {}).single_buckets == 0
     assert told.servers == [
         ServerLoad(
             id="ps2", leads=2, backs_up=0, receives=2, rows=5, memory_bytes=80,
@@ -459,6 +464,41 @@ def test_buckets_are_counted_by_server() -> None:
     assert [one.asked_per_s for one in told.servers] == [9.0, 2.1]
     assert told.rebalanced is not None
     assert (told.rebalanced.request, told.rebalanced.words) == ("now", "nothing moves")
+
+
+def test_rows_with_one_copy_only_are_told_after_a_while_and_lost_ones_at_once() -> None:
+    def seen() -> tuple[str, str]:
+        found = {c.type: c for c in run.job.status(run.now, WALL).conditions}
+        one = found.get(ConditionType.TABLES_AT_RISK)
+        return ("", "") if one is None else (one.reason, one.message)
+
+    run = Run(parsed())
+    whole = TablesStatus(epoch=1, tables=["t"], buckets=64)
+    single = whole.model_copy(update={"single_buckets": 9})
+    run.step(TablesReported(single))
+    run.now += SINGLE_S - 1
+    run.step(TablesReported(single))
+    assert seen() == ("", ""), "copies are made anew after each loss of a server"
+    run.now += 1
+    run.step()
+    assert seen()[0] == ConditionReason.SINGLE_COPY
+    assert seen()[1].startswith("9 of 64 parts of the tables have one copy only since 60 s")
+    run.step(TablesReported(single.model_copy(update={"lost_buckets": 2})))
+    assert seen()[0] == ConditionReason.ROWS_LOST
+    assert "a call of ps.restore() by all workers" in seen()[1]
+    run.step(TablesReported(whole))
+    assert seen()[0] == ConditionReason.RESOLVED
+    events = [event.reason for event in run.job.status(run.now, WALL).events]
+    assert events[-3:] == ["TablesAtRisk", "TablesAtRisk", "TablesSafe"]
+
+
+def test_one_copy_that_was_asked_for_is_no_risk() -> None:
+    run = Run(parsed(replication=1))
+    run.step(TablesReported(TablesStatus(epoch=1, tables=["t"], buckets=4, single_buckets=4)))
+    run.now += 10 * SINGLE_S
+    run.step()
+    kinds = [condition.type for condition in run.job.status(run.now, WALL).conditions]
+    assert ConditionType.TABLES_AT_RISK not in kinds
 
 
 def test_many_buckets_are_counted_and_not_listed() -> None:

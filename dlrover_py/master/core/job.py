@@ -298,7 +298,7 @@ class Job:
             case RoomSeen(nodes):
                 live.room = nodes
             case TablesReported(tables):
-                live.tables = tables
+                self._servers.take_tables(tables)
             case NodesListed(listed, free):
                 self._servers.nodes_listed(listed, gone=free)
                 workers = frozenset(node for node in listed if not is_server(node))

@@ -20,9 +20,13 @@ from dlrover_py.master.core.policy import relaunch_delay
 from dlrover_py.master.core.transitions import Transitions
 from dlrover_py.protocol.errors import ExitCode
 from dlrover_py.protocol.names import SERVER_PREFIX, NodeId
-from dlrover_py.protocol.reasons import EventReason
-from dlrover_py.protocol.status import JobPhase, NodePhase
+from dlrover_py.protocol.reasons import ConditionReason, EventReason
+from dlrover_py.protocol.status import JobPhase, NodePhase, TablesStatus
+from dlrover_py.protocol.words import counted
 
+SINGLE_S = 60.0
+"""Seconds for which parts of the tables may have one copy only, until that is reported: copying
+after the loss of a server takes a moment."""
 LEAVE_S = 600.0
 """Seconds that a server has to give its rows away."""
 
@@ -63,6 +67,10 @@ class Servers:
         """The servers that this master has requested, and that have not run yet."""
         self._failed_starts = 0
         """Servers in a row that have ended before they ran."""
+        self._single_since: float | None = None
+        """Since when parts of the tables have one copy only; None if none has."""
+        self._risk = ""
+        """Which risk of the tables was recorded last; empty without one."""
         self._not_before: list[float] = []
         """The earliest time of the replacement of each of them that is not replaced yet."""
 
@@ -148,11 +156,51 @@ class Servers:
                 JobPhase.FAILED, EventReason.RESTARTS_EXHAUSTED, message, cause=event
             )
 
+    def take_tables(self, tables: TablesStatus) -> None:
+        """Take in what the coordinator knows of the tables."""
+        self.live.tables = tables
+        spec = self.live.spec.servers
+        if not tables.single_buckets or spec is None or spec.copies < 2:
+            self._single_since = None
+        elif self._single_since is None:
+            self._single_since = self.live.now
+
+    def _judge_tables(self) -> None:
+        """Record that rows are lost, or would be lost with one more server."""
+        tables, since = self.live.tables, self._single_since
+        if tables is None:
+            return
+        risk, text = "", "all parts of the tables have their copies"
+        of = f"of {counted(tables.buckets, 'part')} of the tables"
+        if tables.lost_buckets:
+            risk = ConditionReason.ROWS_LOST
+            text = (
+                f"the rows of {tables.lost_buckets} {of} are lost: all servers with copies have "
+                "died; a call of ps.restore() by all workers goes back to a cut"
+            )
+        elif since is not None and self.live.now < since + SINGLE_S:
+            self.live.wake(since + SINGLE_S)
+        elif since is not None:
+            risk = ConditionReason.SINGLE_COPY
+            text = (
+                f"{tables.single_buckets} {of} have one copy only since {SINGLE_S:g} s or longer: "
+                "the loss of its server would lose their rows"
+            )
+        if risk:
+            self.live.tables_risk = ConditionReason(risk), text
+        elif self.live.tables_risk is not None:
+            self.live.tables_risk = ConditionReason.RESOLVED, text
+        if risk != self._risk:
+            self._risk = risk
+            reason = EventReason.TABLES_AT_RISK if risk else EventReason.TABLES_SAFE
+            self.log.record(reason, text, warning=bool(risk))
+
     def decide(self) -> None:
         """Request or dismiss servers, and tell the coordinator which ones exist.
 
         Servers end after the workers, which may still push or save.
         """
+        self._judge_tables()
         record, spec = self.state.servers, self.live.spec.servers
         if not self.live.rules.can_create or (spec is None and not record.nodes):
             return

@@ -457,6 +457,8 @@ class TransientState:
     """What the platform has said last of each server."""
     tables: TablesStatus | None = None
     """What the coordinator has said last of the tables; None if this master has not heard it."""
+    tables_risk: tuple[ConditionReason, str] | None = None
+    """Whether rows are lost or in danger, and why; None before the first time."""
     loader_batch: tuple[int, int] = (-1, 0)
     """Number of a round, and the samples of a step that a data loader has reported in it."""
     speed: MeasuredSpeed | None = None

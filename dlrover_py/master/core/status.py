@@ -237,6 +237,10 @@ class StatusReport:
         self._update_shards(wall)
         self._update_scaling(wall)
         self._update_tuning(wall)
+        if self.live.tables_risk is not None:
+            why, text = self.live.tables_risk
+            risk = why is not ConditionReason.RESOLVED and not self.state.phase.ended
+            self._set(ConditionType.TABLES_AT_RISK, risk, why, text, wall)
         if self.live.hang is not None:
             hang = self.live.hang if not self.state.phase.ended else ""
             why = ConditionReason.HANG if hang else ConditionReason.RESOLVED
