@@ -76,6 +76,16 @@ def test_one_outage_hides_no_later_hang_and_a_pause_that_comes_again_is_usual() 
     assert made.bound_s == LONGEST * 300.0, "an evaluation that came once more"
 
 
+def test_a_hang_before_the_first_step_makes_no_later_one_usual() -> None:
+    made = clock()
+    made.saw(1, None, 1200.0, hung=True)
+    for step in range(2, 12):
+        made.saw(step, None, 1200.0 + step)
+    bound = made.bound_s
+    made.saw(100, None, made.moved_at + 100.0, hung=True)
+    assert made.bound_s == bound
+
+
 def test_after_the_last_step_there_is_time_for_what_ends_a_training() -> None:
     made = trained([1.0] * 10)
     made.saw(20, 20, 30.0)

@@ -197,6 +197,23 @@ def test_a_rank_that_uses_its_cpu_may_only_be_slow() -> None:
     assert not found.sure
 
 
+@pytest.mark.parametrize("busy", [1, 2])
+def test_no_verdict_is_sure_while_one_of_the_guilty_ranks_works(busy: int) -> None:
+    """The idle one may wait for what the other one writes."""
+    facts = {busy: {"cpu": 0.9, "io_bytes_per_s": 5e8}}
+    found = verdict(worker(0, "4*"), *(worker(r, "3", **facts.get(r, {})) for r in (1, 2)))
+    assert (found.ranks, found.busy, found.sure) == ([1, 2], True, False)
+    assert found.message.endswith(f"and rank {busy} uses its CPU")
+
+
+def test_the_oldest_open_collective_of_a_group_says_how_long_ranks_wait() -> None:
+    """Several may be open at once: gradients are summed while others are computed."""
+    waits = worker(0, "5*").collectives + worker(0, "6*", age_s=1.0).collectives
+    first = worker(0).model_copy(update={"collectives": waits})
+    found = verdict(first, worker(1, "4", stack=LOADER))
+    assert (found.busy, found.sure) == (False, True)
+
+
 def test_a_missing_node_leaves_doubt() -> None:
     found = verdict(worker(0, "4*"), worker(1, "3", stack=LOCK), missing=["n2"])
     assert not found.sure

@@ -41,7 +41,7 @@ class StepClock:
     longest_first_s: float = 0.0
     """Longest time from the begin of a round to its first step."""
     _hung_s: float = 0.0
-    """The newest gap in which the job was found to hang."""
+    """The newest gap between two steps in which the job was found to hang."""
     _gaps: deque[float] = field(default_factory=lambda: deque(maxlen=GAPS_KEPT))
 
     def begin(self, now: float) -> None:
@@ -67,10 +67,9 @@ class StepClock:
             return False
         gap = max(0.0, now - self.moved_at)
         first = self.step is None
-        counts = not hung or gap < AGAIN * self._hung_s
-        if hung:
-            self._hung_s = gap
+        counts = not hung or (not first and gap < AGAIN * self._hung_s)
         if not first:
+            self._hung_s = gap if hung else self._hung_s
             self._gaps.append(gap)
         if counts and first:
             self.longest_first_s = max(self.longest_first_s, gap)

@@ -61,7 +61,7 @@ class _Group:
     """Ranks by the operation of their collective of this number, and by its shape where all must
     have the same."""
     age_s: float
-    """Seconds since the first of them has entered it."""
+    """Seconds since a rank has entered the oldest collective of the group that is open."""
 
 
 def judge(workers: Sequence[WorkerSnapshot], known: Standstill) -> HangVerdict | None:
@@ -146,7 +146,7 @@ def _groups(by_rank: Mapping[int, WorkerSnapshot], known: Standstill) -> list[_G
             and rank in by_rank
             and (by_rank[rank].recorded or not by_rank[rank].pid)
         )
-        age_s = max(one.age_s for one, _ in opened if one.seq == front.seq)
+        age_s = max(one.age_s for one, _ in opened)
         found.append(_Group(name, front, waiting, behind, odd, age_s))
     return sorted(found, key=lambda group: (-len(group.waiting), group.name))
 
@@ -185,10 +185,13 @@ def _verdict(
         parts.append(_others(len(group.waiting)))
     else:
         parts.append(f"{subject} {'make' if many else 'makes'} no progress{_for(known)}")
-    busy = _is_busy(first) and kind is HangKind.NOT_ENTERED
     own = f"rank {first.rank} {what}" if many else f"it {what}"
-    working = "uses its CPU" if _computes(first) else "reads or writes"
-    parts.append(f"{own}{_suffix(cause)}" + (f", and it {working}" if busy else ""))
+    parts.append(f"{own}{_suffix(cause)}")
+    at_work = [rank for rank in guilty if _is_busy(by_rank[rank])]
+    busy = bool(at_work) and kind is HangKind.NOT_ENTERED
+    if busy:
+        working = "uses its CPU" if _computes(by_rank[at_work[0]]) else "reads or writes"
+        parts[-1] += f", and {f'rank {at_work[0]}' if many else 'it'} {working}"
     if known.missing:
         parts.append(_missing(known))
     alive = kind is not HangKind.NOT_ENTERED or not busy
@@ -296,7 +299,7 @@ def _no_progress(
             kind=HangKind.NOT_ENTERED if guilty else HangKind.UNKNOWN,
             cause=cause,
             ranks=guilty[:MOST_RANKS],
-            busy=_is_busy(by_rank[unread[0]]),
+            busy=any(_is_busy(by_rank[rank]) for rank in unread),
             message=message,
         )
     if known.missing:
