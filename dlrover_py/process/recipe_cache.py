@@ -54,6 +54,8 @@ class KeptRecipe:
     """Number of runs in which a worker that was forked with a recipe has died early."""
     cold_runs: int = 0
     """Number of runs that must still start cold before a recipe is kept again."""
+    counted_at: float = 0.0
+    """When a run was counted last, in seconds of wall time."""
 
     def encode(self) -> bytes:
         """Return the content of a file."""
@@ -65,6 +67,7 @@ class KeptRecipe:
             "files": self.files,
             "refusals": self.refusals,
             "cold_runs": self.cold_runs,
+            "counted_at": self.counted_at,
         }
         return zlib.compress(json.dumps(fields).encode())
 
@@ -88,10 +91,11 @@ class KeptRecipe:
                 "files": dict(files),
                 "refusals": int() as refusals,
                 "cold_runs": int() as cold_runs,
+                "counted_at": int() | float() as at,
             } if recipe_lines(lines) and all(map(_is_state, files.values())):
                 states = {path: (state[0], state[1]) for path, state in files.items()}
                 recipe = [(what, name, value) for what, name, value in lines]
-                return cls(script, recipe, float(import_s), states, refusals, cold_runs)
+                return cls(script, recipe, float(import_s), states, refusals, cold_runs, float(at))
         raise ValueError(f"expected a recipe of version {VERSION}")
 
 

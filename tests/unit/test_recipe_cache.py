@@ -43,10 +43,12 @@ class Site:
         for file in (self.library, self.own, self.script):
             file.write_text("A = 1\n")
         self.args, self.env = ["--lr", "0.1"], {"TORCH_LOGS": "", "TERM": "a"}
+        self.now = 1e9
 
-    def run(self) -> EarlierRun:
+    def run(self, *, later_s: float = 3600.0) -> EarlierRun:
+        self.now += later_s
         argv = ["python", "-u", str(self.script), *self.args]
-        return EarlierRun(self.cache, argv, self.env, [f"{self.site}/"])
+        return EarlierRun(self.cache, argv, self.env, [f"{self.site}/"], wall=lambda: self.now)
 
     def keep(self) -> None:
         run = self.run()
@@ -109,11 +111,16 @@ def test_after_a_forked_worker_has_died_early_ever_more_runs_start_cold(site: Si
         run.distrust(forked=True)
         run.distrust(forked=True)
         assert not run.store(lines, 3.0)
+        neighbour = site.run(later_s=3.0)
+        neighbour.load()
+        neighbour.distrust(forked=True)
         for left in reversed(range(cold_runs)):
-            run = site.run()
-            assert run.load() is None
-            assert run.store(lines, 3.0) is (left == 0)
-            assert run.store(lines, 3.0) is (left == 0), "a run counts once"
+            run, neighbour = site.run(), site.run(later_s=3.0)
+            for one in (run, neighbour):
+                assert one.load() is None
+            for _ in range(2):
+                assert run.store(lines, 3.0) is (left == 0)
+            assert neighbour.store(lines, 3.0) is (left == 0), "a run counts once, on all nodes"
 
 
 @pytest.mark.parametrize("in_the_same_run", [False, True])

@@ -9,6 +9,7 @@ import hashlib
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -25,6 +26,8 @@ READ_BY_LIBRARIES = (
     *("OMP", "GOMP", "KMP", "MKL", "OPENBLAS", "NUMEXPR", "HF_", "TRANSFORMERS", "ACCELERATE"),
 )
 """Beginnings of the names of environment variables that decide what is imported."""
+SAME_RUN_S = 60.0
+"""Agents that count a run within this many seconds are taken for those of one run."""
 MOST_DOUBLINGS = 6
 """Largest exponent of 2 for the number of cold runs after the death of a forked worker."""
 _WITHOUT_EFFECT = ("TORCHELASTIC_", "TORCHINDUCTOR_CACHE_DIR")
@@ -44,6 +47,8 @@ class EarlierRun:
         argv: Sequence[str],
         env: Mapping[str, str],
         installed: Sequence[str],
+        *,
+        wall: Callable[[], float] = time.time,  # noqa: TID251 - runs may be of different machines
     ) -> None:
         """Take the command; no file is read yet.
 
@@ -52,7 +57,9 @@ class EarlierRun:
             argv: Command line of the workers: ``PYTHON -u [-m] SCRIPT ARGS…``.
             env: Environment that all workers have.
             installed: Folders of the standard library and of installed packages.
+            wall: Returns the wall time in seconds.
         """
+        self._wall = wall
         self._cache, self._argv, self._env, self._installed = cache, argv, env, installed
         self._key = ""
         """Key of the command at the beginning of this run."""
@@ -106,10 +113,16 @@ class EarlierRun:
 
     def _refuse(self) -> None:
         """Have the next runs start cold."""
-        present = self._cache.load(self._key)
+        present, now = self._cache.load(self._key), self._wall()
+        if present is not None and self._counts_already(present, now):
+            return
         times = 1 if present is None else present.refusals + 1
         cold_runs = 2 ** min(times, MOST_DOUBLINGS)
-        self._cache.store(self._key, KeptRecipe(self._name, [], 0.0, {}, times, cold_runs))
+        self._cache.store(self._key, KeptRecipe(self._name, [], 0.0, {}, times, cold_runs, now))
+
+    def _counts_already(self, present: KeptRecipe, now: float) -> bool:
+        """Return whether another agent of this run has counted it: nodes may share the cache."""
+        return not present.lines and abs(now - present.counted_at) < SAME_RUN_S
 
     def _change(self, change: Callable[[], object]) -> None:
         """Change the cache if the command has a key; log an error."""
@@ -159,13 +172,13 @@ class EarlierRun:
         """
         if not self._key or self._key != self._make_key():
             return False
-        present = self._cache.load(self._key)
+        present, now = self._cache.load(self._key), self._wall()
         if present is not None and not present.lines:
-            if self._refused or self._counted:
+            if self._refused or self._counted or self._counts_already(present, now):
                 return False
             self._counted = True
             if present.cold_runs > 1:
-                fewer = replace(present, cold_runs=present.cold_runs - 1)
+                fewer = replace(present, cold_runs=present.cold_runs - 1, counted_at=now)
                 self._cache.store(self._key, fewer)
                 return False
         files = dict(_states(value for _, _, value in lines))
