@@ -189,7 +189,6 @@ def tables_status(
         rebalanced: The last request to even the servers that was answered, and the answer.
     """
     placed = [one for one in known.placements if not one.lost]
-    staying = known.servers.keys() - set(known.draining)
     listed = len(known.placements) <= MAX_LISTED_BUCKETS
     held: dict[str, tuple[list[int], list[int], list[int]]] = defaultdict(lambda: ([], [], []))
     asked: dict[str, float] = defaultdict(float)
@@ -234,7 +233,7 @@ def tables_status(
         tables=[table.name for table in known.tables],
         buckets=len(known.placements),
         lost_buckets=len(known.placements) - len(placed),
-        single_buckets=sum(not one.backups for one in placed) if len(staying) > 1 else 0,
+        single_buckets=sum(not one.backups for one in placed),
         step=known.steps.done,
         servers=servers,
         bucket_rows_per_s=[round(rate, 1) for rate in rates] if listed else [],

@@ -617,8 +617,7 @@ class TablesStatus(_StatusModel):
     lost_buckets: int = 0
     """Number of parts whose last copy has died: their rows are gone."""
     single_buckets: int = 0
-    """Number of parts that one server has alone, although there are others: its loss would lose
-    their rows."""
+    """Number of parts that one server has alone: its loss would lose their rows."""
     step: int = 0
     """The last step that all workers have ended, if they step together."""
     servers: list[ServerLoad] = Field(default_factory=list)

@@ -1,6 +1,5 @@
 """Servers of a parameter server in a job: who starts and ends them, and what a loss costs."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -450,7 +449,6 @@ def test_buckets_are_counted_by_server() -> None:
     told = tables_status(known, {"ps2": load, "gone": load})
     assert (told.epoch, told.tables, told.buckets, told.lost_buckets) == (9, ["user"], 4, 1)
     assert told.single_buckets == 2
-    assert tables_status(replace(known, draining=("ps10",)), {}).single_buckets == 0
     assert told.servers == [
         ServerLoad(
             id="ps2", leads=2, backs_up=0, receives=2, rows=5, memory_bytes=80,
@@ -492,8 +490,24 @@ def test_rows_with_one_copy_only_are_told_after_a_while_and_lost_ones_at_once() 
     assert events[-3:] == ["TablesAtRisk", "TablesAtRisk", "TablesSafe"]
 
 
-def test_one_copy_that_was_asked_for_is_no_risk() -> None:
-    run = Run(parsed(replication=1))
+def test_the_servers_of_a_job_that_rests_end_without_an_alarm() -> None:
+    run = Run(parsed())
+    risk = TablesStatus(epoch=1, tables=["t"], buckets=64, lost_buckets=64)
+    run.step(TablesReported(risk))
+    suspended = document()
+    suspended["spec"]["suspend"] = True
+    suspended["spec"]["replicaSpecs"]["ps"]["checkpoints"] = "/somewhere"
+    run.step(JobChanged(ElasticJob.parse(suspended)))
+    run.step(TablesReported(risk))
+    status = run.job.status(run.now, WALL)
+    found = {c.type: c for c in status.conditions}[ConditionType.TABLES_AT_RISK]
+    assert (found.status, found.reason) == ("False", ConditionReason.RESOLVED)
+    assert [e.reason for e in status.events].count("TablesAtRisk") == 1
+
+
+@pytest.mark.parametrize("wish", [{"replication": 1}, {"replicas": 1}])
+def test_one_copy_that_was_asked_for_is_no_risk(wish: dict[str, Any]) -> None:
+    run = Run(parsed(**wish))
     run.step(TablesReported(TablesStatus(epoch=1, tables=["t"], buckets=4, single_buckets=4)))
     run.now += 10 * SINGLE_S
     run.step()

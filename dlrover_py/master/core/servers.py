@@ -160,7 +160,7 @@ class Servers:
         """Take in what the coordinator knows of the tables."""
         self.live.tables = tables
         spec = self.live.spec.servers
-        if not tables.single_buckets or spec is None or spec.copies < 2:
+        if not tables.single_buckets or spec is None or min(spec.size, spec.copies) < 2:
             self._single_since = None
         elif self._single_since is None:
             self._single_since = self.live.now
@@ -169,6 +169,11 @@ class Servers:
         """Record that rows are lost, or would be lost with one more server."""
         tables, since = self.live.tables, self._single_since
         if tables is None:
+            return
+        if self._rests:  # all servers end
+            self._single_since, self._risk = None, ""
+            if self.live.tables_risk is not None:
+                self.live.tables_risk = ConditionReason.RESOLVED, "the servers are not needed"
             return
         risk, text = "", "all parts of the tables have their copies"
         of = f"of {counted(tables.buckets, 'part')} of the tables"
