@@ -157,8 +157,12 @@ def test_no_host_is_promised_twice_whenever_the_operator_dies(
 @settings(max_examples=60, deadline=None)
 @given(worlds(), st.data())
 def test_who_comes_after_a_death_writes_the_rest(world: World, data: st.DataObject) -> None:
-    """The state lies in the status alone: after any part of the writes, the others follow."""
-    writes = data.draw(st.permutations(list(world.decide().items())), "order")
+    """The state lies in the status alone: after any part of the writes, the others follow.
+
+    Nodes that are given back are written first. Otherwise a job that has just started would not be
+    the reason to give them back any more.
+    """
+    writes = list(world.decide().items())
     undisturbed = copy.deepcopy(world)
     world.write(dict(writes[: data.draw(st.integers(0, len(writes)), "writes before it dies")]))
     assert world.written() == undisturbed.written()
