@@ -41,6 +41,7 @@ from dlrover_py.protocol.errors import (
 )
 from dlrover_py.protocol.job import ElasticJob, scaled_to
 from dlrover_py.protocol.job_object import read_conditions, read_events, read_phase, read_status
+from dlrover_py.protocol.job_view import LogTail
 from dlrover_py.protocol.local import History
 from dlrover_py.protocol.reasons import ConditionReason, ConditionType
 from dlrover_py.protocol.status import (
@@ -490,7 +491,7 @@ class ClusterJob:
         with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
             self._cluster.run(self._show_logs(query, only))
 
-    def log_tail(self, query: LogQuery) -> list[str]:
+    def log_tail(self, query: LogQuery) -> LogTail:
         """Return the newest lines of the logs of the job's Pods that the query selects.
 
         Raises:
@@ -500,7 +501,7 @@ class ClusterJob:
         only = query.node
         if query.rank is not None:
             only, _ = node_of_rank(read_status(self.obj), query.rank)
-        return self._cluster.run(PodLogs(self._kube, self.obj, query, only).tail())
+        return LogTail(self._cluster.run(PodLogs(self._kube, self.obj, query, only).tail()))
 
     async def _show_logs(self, query: LogQuery, only: str | None) -> None:
         """Print the logs of the job's Pods, and follow them if the query says so."""

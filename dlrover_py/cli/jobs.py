@@ -29,7 +29,7 @@ from dlrover_py.protocol.errors import (
     ExitCode,
     UnreachableError,
 )
-from dlrover_py.protocol.job_view import JobView, TimeShare, time_shares
+from dlrover_py.protocol.job_view import JobView, LogTail, TimeShare, time_shares
 from dlrover_py.protocol.local import History
 from dlrover_py.protocol.status import EvidenceManifest, JobEvent, JobPhase, JobStatus, date_time
 
@@ -306,6 +306,18 @@ class NamedJob:
 
     def logs(self, node: str | None = None, rank: int | None = None) -> list[str]:
         """Return the newest lines that workers have printed, each with its origin.
+
+        Lines that are not complete yet are the last ones.
+
+        Args:
+            node: id of the only node; None for all.
+            rank: the only global rank; None for all.
+        """
+        found = self.log_tail(node, rank)
+        return [*found.lines, *found.growing]
+
+    def log_tail(self, node: str | None, rank: int | None) -> LogTail:
+        """Return the newest lines that workers have printed: complete ones, and others.
 
         Args:
             node: id of the only node; None for all.

@@ -25,6 +25,7 @@ from dlrover_py.protocol.diagnosis import NodeSnapshot
 from dlrover_py.protocol.documents import explain
 from dlrover_py.protocol.errors import ConfigError, UnreachableError
 from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.protocol.job_view import LogTail
 from dlrover_py.protocol.local import CallDone, History, Snapshot
 from dlrover_py.protocol.status import EvidenceManifest, JobPhase, JobStatus, date_time
 
@@ -341,7 +342,7 @@ class RunningJob:
                 f"dlrover: {missing_log_message(folder, query)}", err=True
             )  # no failure: a log may still appear
 
-    def log_tail(self, query: LogQuery) -> list[str]:  # noqa: D102
+    def log_tail(self, query: LogQuery) -> LogTail:  # noqa: D102
         return tail(self._log_folder(), query)
 
     def _log_folder(self) -> Path:
@@ -622,5 +623,5 @@ class EndedJob:
         if not print_logs(self.log_folder, None, query):
             raise ConfigError(missing_log_message(self.log_folder, query))
 
-    def log_tail(self, query: LogQuery) -> list[str]:  # noqa: D102
+    def log_tail(self, query: LogQuery) -> LogTail:  # noqa: D102
         return tail(self.log_folder, query)

@@ -3,8 +3,10 @@
 import asyncio
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from dlrover_py.protocol.errors import DLRoverError
+from dlrover_py.protocol.job_view import LogTail
 
 PING_S = 20.0
 """Seconds without a new line after which an empty change is yielded, so that a stream stays
@@ -26,11 +28,12 @@ def added(before: Sequence[str], now: Sequence[str]) -> list[str]:
     """Return the lines that are new, of two looks at the newest lines of some files.
 
     The lines of each file are compared on their own: the last ones of the first look are searched
-    in the second one. What is behind them is new.
+    in the second one. What is behind them is new. Where all lines of a look are equal, no further
+    equal line is found.
 
     Args:
-        before: Lines of the first look, each with its origin.
-        now: Lines of the second look.
+        before: Complete lines of the first look, each with its origin.
+        now: Complete lines of the second look.
     """
     old, new = _by_origin(before), _by_origin(now)
     return [line for origin, lines in new.items() for line in _behind(old.get(origin, []), lines)]
@@ -55,10 +58,20 @@ def _behind(before: list[str], now: list[str]) -> list[str]:
     return now[end:]
 
 
+@dataclass(frozen=True, slots=True)
+class LogChange:
+    """What has changed of some logs since the last change."""
+
+    log: LogTail
+    """The new lines, and all that are not complete."""
+    whole: bool
+    """The lines take the place of all others. Otherwise they are added."""
+
+
 async def changes(
-    tail: Callable[[], Awaitable[Sequence[str]]], poll_s: float, closing: asyncio.Event
-) -> AsyncGenerator[tuple[Sequence[str], bool], None]:
-    """Yield lines, and whether they take the place of all others; no lines now and then.
+    tail: Callable[[], Awaitable[LogTail]], poll_s: float, closing: asyncio.Event
+) -> AsyncGenerator[LogChange | None, None]:
+    """Yield what changes: first all lines, then the new ones; now and then None.
 
     Args:
         tail: Returns the newest lines.
@@ -66,7 +79,7 @@ async def changes(
         closing: Ends it once it is set.
     """
     shown = await tail()
-    yield shown, True
+    yield LogChange(shown, whole=True)
     count, quiet_s = 0, 0.0
     while not closing.is_set():
         pause_s = poll_s * (QUIET if quiet_s else 1)
@@ -79,11 +92,16 @@ async def changes(
             now = await tail()
         except DLRoverError:  # the next look may succeed; the page says so elsewhere
             continue
-        new = added(shown, now)
-        shown, count = now, count + len(new)
-        if count > LINES_ADDED:
-            count = 0
-            yield shown, True
-        elif new or (quiet_s := quiet_s + pause_s) >= PING_S:
+        before, shown = shown, now
+        new = added(before.lines, now.lines)
+        count += len(new)
+        if count > LINES_ADDED or not before.lines:
+            whole, news = True, now
+        else:
+            whole, news = False, replace(now, lines=new)
+        if new or now.growing != before.growing:
+            count, quiet_s = 0 if whole else count, 0.0
+            yield LogChange(news, whole)
+        elif (quiet_s := quiet_s + pause_s) >= PING_S:
             quiet_s = 0.0
-            yield new, False
+            yield None

@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from dlrover_py.dashboard import curves, logs, pages
 from dlrover_py.protocol.diagnosis import NodeSnapshot
 from dlrover_py.protocol.errors import DLRoverError
-from dlrover_py.protocol.job_view import JobView
+from dlrover_py.protocol.job_view import JobView, LogTail
 from dlrover_py.protocol.local import History
 from dlrover_py.protocol.status import EvidenceManifest
 from dlrover_py.protocol.words import plain
@@ -101,8 +101,8 @@ class ShownJobs(Protocol):
             value: What the form says: a number of nodes, or a node; else empty.
         """
 
-    def log_tail(self, name: str, node: str, rank: int | None) -> list[str]:
-        """Return the newest lines that a node's workers have printed, each with its origin.
+    def log_tail(self, name: str, node: str, rank: int | None) -> LogTail:
+        """Return the newest lines that a node's workers have printed.
 
         Args:
             name: Name of the job.
@@ -568,7 +568,7 @@ def _routes(
             return changed_part(request, text)
         rank = _number(request.query_params.get("rank", ""))
         every = await asyncio.to_thread(jobs.log_tail, name, node, None)
-        lines = every if rank is None else await asyncio.to_thread(jobs.log_tail, name, node, rank)
+        shown = every if rank is None else await asyncio.to_thread(jobs.log_tail, name, node, rank)
         return live_page(
             request,
             "node.html",
@@ -577,8 +577,9 @@ def _routes(
             node=node,
             root="../../../../",
             rank=rank,
-            ranks=sorted({*page.ranks_of(node), *logs.ranks_in(every)}),
-            lines=Markup(pages.render("log_lines.html", lines=lines, whole=True)),
+            ranks=sorted({*page.ranks_of(node), *logs.ranks_in([*every.lines, *every.growing])}),
+            lines=Markup(pages.render("log_lines.html", log=shown, whole=True)),
+            growing=Markup(pages.render("log_growing.html", log=shown)),
             evidence=live_part(await evidence_of(name, node), "evidence")[0],
         )
 
@@ -598,14 +599,16 @@ def _routes(
         number = _number(rank)
 
         async def parts() -> AsyncIterator[str]:
-            async def tail() -> list[str]:
+            async def tail() -> LogTail:
                 return await asyncio.to_thread(jobs.log_tail, name, node, number)
 
             async with aclosing(logs.changes(tail, poll_s, closing)) as found:
-                async for lines, whole in found:
-                    text = pages.render("log_part.html", lines=lines, whole=whole)
-                    data = "".join(f"data: {line}\n" for line in text.split("\n"))
-                    yield f"{data}\n" if lines or whole else ": still here\n\n"
+                async for news in found:
+                    if news is None:
+                        yield ": still here\n\n"
+                        continue
+                    text = pages.render("log_part.html", log=news.log, whole=news.whole)
+                    yield "".join(f"data: {line}\n" for line in text.split("\n")) + "\n"
             if closing.is_set():
                 yield await farewell(name, whole=False)
 

@@ -21,12 +21,13 @@ from pydantic import BaseModel
 from starlette.types import Message
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from dlrover_py.cli.logs import LogQuery, tail
 from dlrover_py.cli.view import JobRow
 from dlrover_py.dashboard import curves, logs, pages, pictures, ranks, server
 from dlrover_py.protocol.agents import WorkerPhase
 from dlrover_py.protocol.diagnosis import NodeSnapshot
 from dlrover_py.protocol.errors import ConfigError
-from dlrover_py.protocol.job_view import JobView
+from dlrover_py.protocol.job_view import JobView, LogTail
 from dlrover_py.protocol.local import METRICS_KEPT, History, ProgressSample
 from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.status import (
@@ -96,12 +97,13 @@ class OneJob:
         self.asked.append((name, action, value))
         return f"done: {value}"
 
-    def log_tail(self, name: str, node: str, rank: int | None) -> list[str]:
-        return [
+    def log_tail(self, name: str, node: str, rank: int | None) -> LogTail:
+        lines = [
             f"[{node} round 1 rank {number}] {self.view.reason}"
             for number in (0, 1)
             if rank in (None, number)
         ]
+        return LogTail(lines)
 
     def evidence(
         self, name: str, node: str
@@ -427,6 +429,61 @@ def test_each_line_is_new_once(written: list[tuple[int, int]], looks: list[int],
         told += logs.added(before, now)
         before = now
     assert sorted(told) == sorted(f"[n0 round 1 rank {file}] {text}" for file, text in written)
+
+
+@pytest.mark.parametrize(("length", "piece"), [(1, 1), (1, 116), (400, 1), (400, 116), (400, 4096)])
+def test_a_file_that_grows_in_any_pieces_tells_each_line_once(
+    tmp_path: Path, length: int, piece: int
+) -> None:
+    """All lines were told again after each line that was cut at the end or the start of a look."""
+    file = tmp_path / "n0" / "1" / "1" / "0" / "stdout.log"
+    file.parent.mkdir(parents=True)
+    lines = [f"{i} " + "x" * length for i in range(900)]
+    text = "".join(f"{line}\n" for line in lines).encode()
+    begin = len(text) - 20 * piece
+    before: Sequence[str] = ()
+    told = []
+    for end in range(begin, len(text) + 1, piece):
+        file.write_bytes(text[:end])
+        now = tail(tmp_path, LogQuery(node="n0"))
+        told += logs.added(before, now.lines)
+        before = now.lines
+        half = text[:end].rpartition(b"\n")[2].decode()
+        assert list(now.growing) == ([f"[n0 round 1 rank 0] {half}"] if half else [])
+    assert told == [f"[n0 round 1 rank 0] {line}" for line in lines[-len(told) :]]
+
+
+def test_a_line_that_grows_is_sent_alone() -> None:
+    """A progress bar, or points without a newline, had all lines sent again at each look."""
+    origin = "[n0 round 1 rank 0] "
+    looks = [
+        LogTail([]),
+        LogTail([], [f"{origin}."]),
+        LogTail([f"{origin}...."]),
+        LogTail([f"{origin}....", f"{origin}end"], [f"{origin}1 %"]),
+        LogTail([f"{origin}....", f"{origin}end"], [f"{origin}2 %"]),
+    ]
+
+    async def streamed() -> list[logs.LogChange | None]:
+        closing, left = asyncio.Event(), iter(looks)
+
+        async def tail() -> LogTail:
+            if (now := next(left, None)) is None:
+                closing.set()
+            return now or looks[-1]
+
+        return [change async for change in logs.changes(tail, 0.001, closing)]
+
+    assert asyncio.run(streamed()) == [
+        logs.LogChange(looks[0], whole=True),
+        logs.LogChange(looks[1], whole=True),
+        logs.LogChange(looks[2], whole=True),
+        logs.LogChange(LogTail([f"{origin}end"], [f"{origin}1 %"]), whole=False),
+        logs.LogChange(LogTail([], [f"{origin}2 %"]), whole=False),
+    ]
+    shown = pages.render("log_part.html", log=looks[1], whole=True)
+    assert "There is none yet" not in shown
+    assert f'hx-target="#log-growing" hx-swap="innerHTML">{origin}.' in shown
 
 
 def test_lines_that_were_pushed_out_are_not_missed() -> None:
