@@ -1,6 +1,7 @@
 """The newest output of workers as it grows: which lines are new."""
 
 import asyncio
+import contextlib
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +10,7 @@ from dlrover_py.protocol.errors import DLRoverError
 from dlrover_py.protocol.job_view import LogTail
 
 PING_S = 20.0
-"""Seconds without a new line after which an empty change is yielded, so that a stream stays
+"""Seconds without a change of the output after which a stream sends a comment, so that it stays
 open."""
 QUIET = 2
 """Factor of the pause after a look that has found no new line."""
@@ -69,39 +70,53 @@ class LogChange:
 
 
 async def changes(
-    tail: Callable[[], Awaitable[LogTail]], poll_s: float, closing: asyncio.Event
+    tail: Callable[[], Awaitable[LogTail]],
+    poll_s: float,
+    closing: asyncio.Event,
+    *,
+    ping_s: float = PING_S,
 ) -> AsyncGenerator[LogChange | None, None]:
     """Yield what changes: first all lines, then the new ones; now and then None.
+
+    A look that fails changes nothing.
 
     Args:
         tail: Returns the newest lines.
         poll_s: Seconds between two looks.
         closing: Ends it once it is set.
+        ping_s: Seconds without a change after which None is yielded.
     """
-    shown = await tail()
-    yield LogChange(shown, whole=True)
+    shown: LogTail | None = None
     count, quiet_s = 0, 0.0
     while not closing.is_set():
-        pause_s = poll_s * (QUIET if quiet_s else 1)
-        try:
-            await asyncio.wait_for(closing.wait(), pause_s)
-            return
-        except TimeoutError:
-            pass
-        try:
-            now = await tail()
-        except DLRoverError:  # the next look may succeed; the page says so elsewhere
-            continue
-        before, shown = shown, now
-        new = added(before.lines, now.lines)
-        count += len(new)
-        if count > LINES_ADDED or not before.lines:
-            whole, news = True, now
-        else:
-            whole, news = False, replace(now, lines=new)
-        if new or now.growing != before.growing:
-            count, quiet_s = 0 if whole else count, 0.0
-            yield LogChange(news, whole)
-        elif (quiet_s := quiet_s + pause_s) >= PING_S:
+        before = shown
+        with contextlib.suppress(DLRoverError):  # the next look may succeed; the page says so
+            shown = await tail()
+        change = None if shown is None else _change(before, shown, count)
+        pause_s = poll_s * (1 if change is not None else QUIET)
+        if change is not None:
+            count, quiet_s = 0 if change.whole else count + len(change.log.lines), 0.0
+            yield change
+        elif (quiet_s := quiet_s + pause_s) >= ping_s:
             quiet_s = 0.0
             yield None
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(closing.wait(), pause_s)
+
+
+def _change(before: LogTail | None, now: LogTail, count: int) -> LogChange | None:
+    """Return what a look has found that a page does not have; None if it has all.
+
+    Args:
+        before: What the page has; None if it has nothing yet.
+        now: What the look has found.
+        count: Number of lines that the page got after each other.
+    """
+    if before is None:
+        return LogChange(now, whole=True)
+    new = added(before.lines, now.lines)
+    if not new and now.growing == before.growing:
+        return None
+    if count + len(new) > LINES_ADDED or not before.lines:
+        return LogChange(now, whole=True)
+    return LogChange(replace(now, lines=new), whole=False)

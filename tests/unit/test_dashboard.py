@@ -6,7 +6,7 @@ import hashlib
 import re
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -26,7 +26,7 @@ from dlrover_py.cli.view import JobRow
 from dlrover_py.dashboard import curves, logs, pages, pictures, ranks, server
 from dlrover_py.protocol.agents import WorkerPhase
 from dlrover_py.protocol.diagnosis import NodeSnapshot
-from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.errors import ConfigError, UnreachableError
 from dlrover_py.protocol.job_view import JobView, LogTail
 from dlrover_py.protocol.local import METRICS_KEPT, History, ProgressSample
 from dlrover_py.protocol.reasons import EventReason
@@ -484,6 +484,29 @@ def test_a_line_that_grows_is_sent_alone() -> None:
     shown = pages.render("log_part.html", log=looks[1], whole=True)
     assert "There is none yet" not in shown
     assert f'hx-target="#log-growing" hx-swap="innerHTML">{origin}.' in shown
+
+
+def test_a_stream_of_output_goes_on_while_looks_fail() -> None:
+    """A first look that failed broke the stream, and the page asked for it again at once."""
+    line = LogTail(["[n0 round 1 rank 0] said"])
+
+    async def streamed() -> list[logs.LogChange | None]:
+        closing, looks = asyncio.Event(), iter([None, None, line, None])
+
+        async def tail() -> LogTail:
+            if (look := next(looks, line)) is None:
+                raise UnreachableError("no answer")
+            return look
+
+        found = []
+        async with aclosing(logs.changes(tail, 0.001, closing, ping_s=0.0)) as stream:
+            async for change in stream:
+                found.append(change)
+                if len(found) == 4:
+                    closing.set()
+        return found
+
+    assert asyncio.run(streamed()) == [None, None, logs.LogChange(line, whole=True), None]
 
 
 def test_lines_that_were_pushed_out_are_not_missed() -> None:
