@@ -152,6 +152,11 @@ class JobPage:
         of = f" of {status.progress.total}" if status.progress.total else ""
         return f"{words}, step {status.progress.step}{of}"
 
+    @property
+    def run(self) -> str:
+        """The start of the run, which tells it from other runs of the job; empty if not known."""
+        return rfc3339(self.view.status.started_at) if self.view.status is not None else ""
+
     def risk(self, action: str, value: str) -> str:
         """Ask whether an action is meant that ends nodes; empty for one that ends none.
 

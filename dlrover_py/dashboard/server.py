@@ -283,6 +283,11 @@ class SectionWatch:
         return changed
 
 
+def digest_of(*texts: str) -> str:
+    """Return a few characters that are others for other texts."""
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+
+
 def root_of(request: Request) -> str:
     """Return the relative address of the first page, from the page of a request."""
     scope = request.scope
@@ -448,7 +453,7 @@ def _routes(
 
     def live_part(text: str, key: str = "live") -> tuple[Markup, str]:
         """Return a part of a page with its digest, which it sends when it asks for a newer one."""
-        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        digest = digest_of(text)
         live = pages.render("live.html", text=Markup(text), digest=digest, key=key)
         return Markup(live), digest
 
@@ -625,9 +630,12 @@ def _routes(
         if action not in ACTIONS:
             return HTMLResponse("", 404)
         value = form.get("value", "")
-        if form.get("sure") != "yes" and (question := (await newest(name)).risk(action, value)):
+        page = await (load(name) if "sure" in form else newest(name))
+        question = page.risk(action, value)
+        asked = digest_of(question, page.run)
+        if question and form.get("sure") != asked:  # what was confirmed may be true no more
             ask = {"question": question, "action": action, "value": value, "csrf": access.csrf}
-            return HTMLResponse(pages.render("confirm.html", **ask))
+            return HTMLResponse(pages.render("confirm.html", sure=asked, **ask))
         log.info("action", extra={"data": {"job": name, "action": action, "value": value}})
         done = await asyncio.to_thread(jobs.change, name, action, value)
         return HTMLResponse(pages.render("done.html", message=done, focus="sure" in form))

@@ -531,16 +531,39 @@ def test_an_action_needs_a_form_of_our_page() -> None:
         asked = browser.act(risky, csrf=csrf, value="<i>" if risky == "drain" else "1")
         assert 'role="alertdialog"' in asked.text
         assert "<i>" not in asked.text
-        assert 'name="sure" value="yes"' in asked.text
+        assert re.search(r'name="sure" value="\w{16}"', asked.text)
     assert "Scale demo from 2 to 1? 1 node less" in asked.text
     assert browser.act("suspend", sure="yes").status == 403
     assert "nothing was changed" in browser.call("GET", "/jobs/demo/actions/keep").text
     assert browser.jobs.asked == []
-    answer = browser.act("suspend", csrf=csrf, sure="yes")
+    answer = browser.act("suspend", csrf=csrf, sure=confirmed(browser.act("suspend", csrf=csrf)))
     assert ("done: " in answer.text, browser.jobs.asked.pop()) == (True, ("demo", "suspend", ""))
     answer = browser.act("scale", csrf=csrf, value="<b>3")
     assert (answer.status, browser.jobs.asked) == (200, [("demo", "scale", "<b>3")])
     assert "done: &lt;b&gt;3" in answer.text
+
+
+def confirmed(asked: Answer) -> str:
+    """What a form sends that confirms an action."""
+    found = re.search(r'name="sure" value="(\w+)"', asked.text)
+    assert found is not None
+    return found[1]
+
+
+@pytest.mark.parametrize("change", [{"desired": 64}, {"started_at": AT}])
+def test_what_is_confirmed_is_what_was_asked(change: dict[str, float]) -> None:
+    """A job that had 64 nodes by then was scaled to 1, as was confirmed for 2."""
+    browser = Browser().enter()
+    csrf, jobs = browser.access.csrf, browser.jobs
+    sure = confirmed(browser.act("scale", csrf=csrf, value="1"))
+    assert jobs.view.status is not None
+    now = jobs.view.status.model_copy(update=change)
+    jobs.view = replace(jobs.view, status=now)
+    again = browser.act("scale", csrf=csrf, value="1", sure=sure)
+    assert f"Scale demo from {now.desired} to 1?" in again.text
+    assert jobs.asked == []
+    browser.act("scale", csrf=csrf, value="1", sure=confirmed(again))
+    assert jobs.asked == [("demo", "scale", "1")]
 
 
 def test_an_error_is_shown_in_words() -> None:
