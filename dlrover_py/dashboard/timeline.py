@@ -131,7 +131,10 @@ def round_timelines(
         events: oldest first, completed by :func:`with_node_and_round`.
         end: end of the last round if it goes on, in Unix seconds.
     """
-    formed = {e.round: e for e in events if e.reason == EventReason.ROUND_FORMED and e.round}
+    place = {
+        e.round: i for i, e in enumerate(events) if e.reason == EventReason.ROUND_FORMED and e.round
+    }
+    formed = {n: events[i] for n, i in place.items()}
     by_id = {e.id: e for e in events}
     parts = {n: m for n, e in formed.items() if (m := _FORMED.match(e.message)) is not None}
     order = sorted(parts)
@@ -153,21 +156,32 @@ def round_timelines(
             known[n] = _changed(known[n + 1], joined[n + 1], left[n + 1])
     found = []
     for n, following in zip_longest(order, order[1:]):
-        since, until, ended = formed[n].at, end, ""
+        within = events[place[n] + 1 : place[following] if following else None]
+        suspended = next((e for e in within if e.reason == EventReason.SUSPENDED), None)
+        since, until, ended, cause = formed[n].at, end, "", None
         if following:
             cause = by_id.get(formed[following].cause or 0)
             until = formed[following].at
             ended = formed[following].message.partition("; because ")[2]
-            if cause is not None:
-                ended = cause.message
-                until = min(until, cause.at) if cause.type == "Warning" else until
         elif status.phase is not JobPhase.RUNNING:
+            cause = _cause_in(status.reason, within)
             until, ended = status.ended_at or end, status.reason
+        if suspended is not None:
+            until, ended = suspended.at, suspended.message
+        elif cause is not None:
+            ended = cause.message
+            until = min(until, cause.at) if cause.type == "Warning" else until
         who = known[n] if n in known else _changed([], set(), joined[n])
         members = tuple(name for _, name in who[:NAMED]) if len(who) <= counts[n] else ()
         workers = int(parts[n]["workers"] or 0)
         found.append(RoundTimeline(n, since, max(since, until), counts[n], workers, members, ended))
     return found
+
+
+def _cause_in(reason: str, events: Sequence[JobEvent]) -> JobEvent | None:
+    """Return the newest Warning that the reason of a job's phase names; None if it names none."""
+    warnings = [e for e in events if e.type == "Warning" and e.message and e.message in reason]
+    return warnings[-1] if warnings else None
 
 
 _Member = tuple[tuple[Any, ...], str]

@@ -200,6 +200,32 @@ def test_who_was_in_each_round_and_why_it_ended_is_told(known: int) -> None:
     assert text == (every[1:] if known else every)
 
 
+@pytest.mark.parametrize("phase", [JobPhase.SUSPENDED, JobPhase.FORMING, JobPhase.RUNNING])
+def test_a_round_ends_when_the_job_is_suspended(phase: JobPhase) -> None:
+    """It lasted until the next round, which may be days later, because "the job is resumed"."""
+    story = [
+        *ROUNDS,
+        event(11, "Suspended", 14, "spec.suspend is true"),
+        event(12, "Resumed", 18, "the job is resumed"),
+        event(13, "RoundFormed", 19, "round 4: 1 node, 1 worker (joined: n0)", cause=12),
+    ]
+    known = {JobPhase.SUSPENDED: 9, JobPhase.FORMING: 10, JobPhase.RUNNING: 11}[phase]
+    job = told(phase).model_copy(update={"reason": "1 of 2 nodes (resumed)", "ended_at": None})
+    found = round_timelines(job, with_node_and_round(story[:known]), AT + 20)
+    text = [(r.number, r.until - AT, r.ended) for r in found[2:]]
+    assert text == [(3, 14, "spec.suspend is true"), (4, 20, "")][: 1 + (known == 11)]
+
+
+def test_a_round_whose_loss_leaves_too_few_nodes_has_ended_then() -> None:
+    lost = f"node n0 was {LOST}"
+    story = [*ROUNDS, event(11, "NodeLost", 13, lost, node="n0", warning=True)]
+    job = told(JobPhase.FORMING).model_copy(
+        update={"reason": f"2 of at least 3 nodes are ready ({lost})", "ended_at": None}
+    )
+    last = round_timelines(job, with_node_and_round(story), AT + 20)[-1]
+    assert (last.number, last.until - AT, last.ended) == (3, 13, lost)
+
+
 def test_members_that_no_event_names_are_only_counted() -> None:
     story = [
         event(1, "RoundFormed", 1, "round 7: 40 nodes, 40 workers (joined: n0, n1 and 1 more)"),
