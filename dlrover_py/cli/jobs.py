@@ -216,7 +216,8 @@ class Jobs:
     def runs(self, name: str) -> "builtins.list[str]":
         """Return the names of the runs of a job on this machine, newest first; none in a cluster.
 
-        Each can be used in place of the name of the job, to read that run.
+        Each can be used in place of the name of the job, to read that run. That of the run that
+        goes on can be used to change it, too.
 
         Raises:
             ConfigError: the folders of the jobs are not safe.

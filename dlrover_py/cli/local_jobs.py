@@ -115,7 +115,7 @@ def _find_run(
 def find_to_change(settings: Settings, name: str | None) -> "RunningJob":
     """Return the running job with this name, or the only running job.
 
-    Jobs that have ended are ignored.
+    Jobs that have ended are ignored. The name may be that of the run that goes on.
 
     Raises:
         JobNotFoundError: there is no such job, or several jobs match.
@@ -123,6 +123,11 @@ def find_to_change(settings: Settings, name: str | None) -> "RunningJob":
         ConfigError: another user could have made the content of a folder.
     """
     present = running(settings)
+    if name is not None and "@" in name:
+        run = _find_run(settings, name, present)
+        if isinstance(run, RunningJob):
+            return run
+        raise JobNotFoundError(f"run {name} has ended: only a run that goes on can be changed")
     if name not in present and (name is not None or not present):
         _refuse_unreachable(settings, name)
     return _select(present, name)
