@@ -79,7 +79,8 @@ class JobHandle(Protocol):
         """Return the newest lines that the query selects.
 
         Raises:
-            ConfigError: in a cluster, no node has the rank of the query.
+            ConfigError: in a cluster, no node has the rank of the query, or another one than it
+                names.
             DLRoverError: the job, or its cluster, does not answer, or refuses a call.
         """
 

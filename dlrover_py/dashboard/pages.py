@@ -367,16 +367,6 @@ class JobPage:
         share = node.data_wait if ranks.trains(node) else 0.0
         return f"{100 * share:.0f} %" if share >= 0.005 else ""
 
-    def ranks_of(self, node: str) -> range:
-        """Return the global ranks of a node's workers; none if it is no member of the round."""
-        first = 0
-        for one in self.nodes:
-            if one.node_rank is not None:
-                if one.id == node:
-                    return range(first, first + one.nproc)
-                first += one.nproc
-        return range(0)
-
     def step_time(self, node: NodeStatus) -> str:
         """Return the time of a node's step, and its ratio to the median; empty if not known."""
         return ranks.step_time(node, self.median_step_s)

@@ -573,6 +573,7 @@ def _routes(
             return changed_part(request, text)
         rank = _number(request.query_params.get("rank", ""))
         every = await asyncio.to_thread(jobs.log_tail, name, node, None)
+        ranks = logs.ranks_in([*every.lines, *every.growing])  # the log of a Pod has none
         shown = every if rank is None else await asyncio.to_thread(jobs.log_tail, name, node, rank)
         return live_page(
             request,
@@ -582,7 +583,7 @@ def _routes(
             node=node,
             root="../../../../",
             rank=rank,
-            ranks=sorted({*page.ranks_of(node), *logs.ranks_in([*every.lines, *every.growing])}),
+            ranks=sorted(ranks if rank is None or not ranks else {*ranks, rank}),
             lines=Markup(pages.render("log_lines.html", log=shown, whole=True)),
             growing=Markup(pages.render("log_growing.html", log=shown)),
             evidence=live_part(await evidence_of(name, node), "evidence")[0],

@@ -76,6 +76,7 @@ class OneJob:
     kept: list[EvidenceManifest] = field(default_factory=list)
     snapshot: NodeSnapshot | None = None
     of_name: Sequence[str] = ()
+    said: LogTail | None = None
 
     def rows(self) -> Sequence[JobRow]:
         if self.problem is not None:
@@ -103,7 +104,7 @@ class OneJob:
             for number in (0, 1)
             if rank in (None, number)
         ]
-        return LogTail(lines)
+        return self.said or LogTail(lines)
 
     def evidence(
         self, name: str, node: str
@@ -329,6 +330,15 @@ def test_the_output_of_a_node_is_of_the_rank_that_was_chosen() -> None:
         assert text.count(" selected>1<") == (count == 1)
         assert text.count("[n0 round 1 rank ") == count
         assert ('connect="log?rank=1"' in text) == (count == 1)
+
+
+def test_a_rank_can_be_chosen_only_where_the_output_names_it() -> None:
+    """The log of a Pod has all ranks of a node, so a page chose another node's."""
+    browser = Browser(OneJob(said=LogTail(["[n0] said"]))).enter()
+    for query in ("", "?rank=0"):
+        text = browser.call("GET", f"/jobs/demo/nodes/n0/{query}").text
+        assert "[n0] said" in text
+        assert "<select" not in text
 
 
 def test_a_page_that_is_open_when_the_dashboard_ends_says_so_and_shows_the_end() -> None:
