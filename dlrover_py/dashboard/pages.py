@@ -299,9 +299,17 @@ class JobPage:
 
     @property
     def goodput_curve(self) -> Markup:
-        """The picture of the goodput over time; empty if fewer than two samples have it."""
+        """The picture of the goodput over time; empty if fewer than two values are known.
+
+        A sample belongs to a new step. So the status is the last point: it has the time without
+        steps since then.
+        """
         status = self.view.status
         points = [(s.at, s.goodput) for s in self.history.samples if s.goodput is not None]
+        if status is not None and status.goodput is not None and status.goodput.share is not None:
+            at = status.ended_at or status.published_at
+            if not points or at > points[-1][0]:
+                points.append((at, status.goodput.share))
         if status is None or len(points) < 2:
             return Markup("")
         best = status.goodput.ceiling if status.goodput is not None else None

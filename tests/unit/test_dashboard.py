@@ -991,6 +991,13 @@ def test_goodput_over_time_is_a_curve_with_its_ceiling_and_a_number_in_the_files
     assert "<title>at most 90.0 could be reached</title>" in text
     assert 'aria-label="goodput over time in %"' in text
     assert "<polyline" not in pages.section("time", replace(page, history=History()))
+    later = goodput.model_copy(update={"share": 0.25})  # it has stood still since the last step
+    for ended in (None, AT + 99):
+        changes = {"goodput": later, "published_at": AT + 99, "ended_at": ended}
+        still = replace(page.view, status=shown.model_copy(update=changes))
+        text = pages.section("time", replace(page, view=still))
+        (line,) = re.findall(r'<polyline points="([^"]*)"', text)
+        assert float(line.split()[-1].split(",")[1]) == 10 + pictures.CURVE_HEIGHT * 0.75
     assert curves.as_csv(kept).splitlines()[2].split(",")[5] == "0.5"
     assert curves.as_csv(kept).splitlines()[1].split(",")[5] == ""
 
