@@ -654,15 +654,16 @@ def _routes(
             name: Name of the job; empty for all.
             whole: Also send the newest sections of the job's page.
         """
-        words, parts = "This dashboard has ended.", []
+        words, title, parts = "This dashboard has ended.", "", []
         with contextlib.suppress(DLRoverError, TimeoutError):
             page = await asyncio.wait_for(load(name), LAST_LOOK_S) if name else None
             if page is not None and page.view.status is not None and page.view.status.phase.ended:
                 words = f"{name} has ended: {page.view.phase}. This dashboard has ended, too."
             if page is not None and whole:
+                title = page.title
                 parts = [(s, Markup(pages.section(s, page))) for s in pages.SECTIONS]
         words += f" To look again: dlrover dashboard {name}".rstrip()
-        text = pages.render("over.html", words=words, sections=parts)
+        text = pages.render("over.html", words=words, title=title, sections=parts)
         return "".join(f"data: {line}\n" for line in text.split("\n")) + "\n"
 
     @found.get("/over")

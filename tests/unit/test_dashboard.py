@@ -361,6 +361,7 @@ def test_a_page_that_is_open_when_the_dashboard_ends_says_so_and_shows_the_end()
     shown = streamed("/jobs/demo/changes")
     assert "demo has ended: Succeeded. This dashboard has ended, too." in shown
     assert '<hx-partial hx-target="#head" hx-swap="innerMorph">' in shown
+    assert shown.startswith("data: <title>demo: Succeeded, step "), "it stayed Running"
     assert "trained" in shown
     assert all(line.startswith("data:") for line in shown.strip().split("\n"))
     assert "To look again: dlrover dashboard<" in streamed("/over")
