@@ -100,6 +100,7 @@ def _find_run(
 
     Raises:
         JobNotFoundError: there is no such run.
+        JobUnreachableError: it goes on, but its runtime folder was removed.
         ConfigError: another user could have made the content of a folder.
     """
     job, _, stamp = name.rpartition("@")
@@ -107,8 +108,10 @@ def _find_run(
     if stamp not in known or settings.state_folder is None:
         raise JobNotFoundError(f"run {name} is not known on this machine; see `dlrover job list`")
     folder = settings.state_folder / name
-    if job in present and runs.goes_on(folder):
-        return present[job]
+    if runs.goes_on(folder):
+        if job in present:
+            return present[job]
+        _refuse_unreachable(settings, job)
     return EndedJob(folder, name)
 
 

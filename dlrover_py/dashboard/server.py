@@ -500,7 +500,7 @@ def _routes(
         runs = await asyncio.to_thread(jobs.runs, name)
         values: dict[str, Any] = {
             "runs": runs,
-            "here": name if name in runs else next(iter(runs), ""),
+            "here": name if "@" in name else next(iter(runs), ""),
         }
         values |= {"sections": parts, "csrf": access.csrf, "since": since, "root": "../../"}
         return HTMLResponse(pages.render("job.html", page=page, **values))

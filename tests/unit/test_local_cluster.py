@@ -132,7 +132,7 @@ def test_a_job_whose_folder_was_removed_is_told_as_that(tmp_path: Path) -> None:
     try:
         shutil.rmtree(paths.runtime)
         for find in (find_to_read, find_to_change):
-            for name in ("job", None):
+            for name in ("job", "job@1", None):
                 with pytest.raises(JobUnreachableError, match="job runs, but no command reaches"):
                     find(settings, name)
         assert issubclass(JobUnreachableError, JobNotFoundError), "a cluster is searched, too"
