@@ -236,6 +236,26 @@ def test_members_that_no_event_names_are_only_counted() -> None:
     assert [r.who for r in found] == ["n0, n1 and 38 more", "not known", ""]
 
 
+def test_a_list_that_is_cut_tells_nothing_of_the_members_of_other_rounds() -> None:
+    """After 20 of 40 nodes had left, four of them were named as members of the next round."""
+    first = [f"n{i}" for i in range(16)]
+    gone = ", ".join(f"n{i}" for i in range(8, 24))
+    story = [
+        event(1, "RoundFormed", 1, f"round 1: 16 nodes, 16 workers (joined: {', '.join(first)})"),
+        event(2, "RoundFormed", 2, f"round 2: 8 nodes, 8 workers (left: {gone} and 4 more)"),
+        event(3, "RoundFormed", 3, "round 3: 9 nodes, 9 workers (joined: n50)"),
+        event(4, "RoundFormed", 4, "round 4: 1 node, 1 worker (joined: n60; left: n1)"),
+        event(5, "RoundFormed", 5, "round 5: 3 nodes, 3 workers (joined: n61)"),
+    ]
+    job = told(JobPhase.RUNNING)
+    nodes = [job.nodes[0].model_copy(update={"id": n, "node_rank": 0}) for n in ("a", "b", "n61")]
+    job = job.model_copy(update={"round": 5, "nodes": nodes})
+    found = round_timelines(job, with_node_and_round(story), AT + 20)
+    assert [r.who for r in found] == [
+        ", ".join(first), "not known", "n50 and 8 more", "n60", "a, b, n61",
+    ]  # fmt: skip
+
+
 def test_scalings_checkpoints_and_terms_are_marks_in_the_picture_and_rounds_a_table() -> None:
     job = told().model_copy(update={"events": [*ROUNDS, STORY[-1]]})
     text = page(picture(job), History(), now=AT)
