@@ -69,8 +69,38 @@ class LogChange:
     """The lines take the place of all others. Otherwise they are added."""
 
 
+class SharedLook:
+    """Looks at logs once in some time, however many viewers ask."""
+
+    def __init__(self, look: Callable[[], Awaitable[LogTail]], least_s: float) -> None:
+        """Set it up; it does not look yet.
+
+        Args:
+            look: Returns the newest lines.
+            least_s: Seconds after the begin of a look in which it is not repeated.
+        """
+        self._look, self._least_s = look, least_s
+        self._task: asyncio.Future[LogTail] | None = None
+        self._begun = 0.0
+
+    async def newest(self) -> LogTail:
+        """Return what the newest look has found, or will find.
+
+        Raises:
+            DLRoverError: That look has failed.
+        """
+        now = asyncio.get_running_loop().time()
+        task = self._task
+        if task is None or (task.done() and now - self._begun >= self._least_s):
+            self._begun = now
+            self._task = task = asyncio.ensure_future(self._look())
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(task)  # it goes on if one of its viewers leaves
+
+
 async def changes(
     tail: Callable[[], Awaitable[LogTail]],
+    has_ended: Callable[[], Awaitable[bool]],
     poll_s: float,
     closing: asyncio.Event,
     *,
@@ -82,24 +112,29 @@ async def changes(
 
     Args:
         tail: Returns the newest lines.
+        has_ended: Returns whether the job has ended. It is asked before None is yielded. As long as
+            that is so, ``ping_s`` are between two looks: another run may have begun.
         poll_s: Seconds between two looks.
         closing: Ends it once it is set.
         ping_s: Seconds without a change after which None is yielded.
     """
     shown: LogTail | None = None
-    count, quiet_s = 0, 0.0
+    count, quiet_s, rests = 0, 0.0, False
     while not closing.is_set():
         before = shown
         with contextlib.suppress(DLRoverError):  # the next look may succeed; the page says so
             shown = await tail()
         change = None if shown is None else _change(before, shown, count)
-        pause_s = poll_s * (1 if change is not None else QUIET)
         if change is not None:
-            count, quiet_s = 0 if change.whole else count + len(change.log.lines), 0.0
+            count, quiet_s, rests = 0 if change.whole else count + len(change.log.lines), 0.0, False
             yield change
-        elif (quiet_s := quiet_s + pause_s) >= ping_s:
+        elif quiet_s >= ping_s:
             quiet_s = 0.0
+            with contextlib.suppress(DLRoverError):
+                rests = await has_ended()
             yield None
+        pause_s = ping_s if rests else poll_s * (1 if change is not None else QUIET)
+        quiet_s += pause_s
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(closing.wait(), pause_s)
 

@@ -157,6 +157,12 @@ class JobPage:
         """The start of the run, which tells it from other runs of the job; empty if not known."""
         return rfc3339(self.view.status.started_at) if self.view.status is not None else ""
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the job has ended, or was killed: then no status has its phase."""
+        status = self.view.status
+        return status.phase.ended if status is not None else self.view.phase not in set(JobPhase)
+
     def risk(self, action: str, value: str) -> str:
         """Ask whether an action is meant that ends nodes; empty for one that ends none.
 

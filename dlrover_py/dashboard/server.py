@@ -17,6 +17,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Protocol
 from urllib.parse import parse_qs, quote
+from weakref import WeakValueDictionary
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse, StreamingResponse
@@ -425,6 +426,8 @@ def _routes(
         closing: Ends the streams of output once it is set.
     """
     # Its own redirect names the whole address, which a proxy may have changed.
+    looks: WeakValueDictionary[tuple[str, str, int | None], logs.SharedLook] = WeakValueDictionary()
+    ends: dict[tuple[str, bool], asyncio.Future[str]] = {}
     found = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
 
     async def load(name: str) -> pages.JobPage:
@@ -544,7 +547,7 @@ def _routes(
                         text = "".join(f"event: {s}\n{told}" for s in changed)
                         yield text or ": still here\n\n"
                 if closing.is_set():
-                    yield await farewell(name, whole=True)
+                    yield await last_words(name, whole=True)
             finally:
                 if not watch.is_watched and watches.get(name) is watch:
                     del watches[name]
@@ -604,11 +607,17 @@ def _routes(
         """Stream what a node's workers print, as parts of its page."""
         number = _number(rank)
 
-        async def parts() -> AsyncIterator[str]:
-            async def tail() -> LogTail:
-                return await asyncio.to_thread(jobs.log_tail, name, node, number)
+        async def look() -> LogTail:
+            return await asyncio.to_thread(jobs.log_tail, name, node, number)
 
-            async with aclosing(logs.changes(tail, poll_s, closing)) as found:
+        async def has_ended() -> bool:
+            return (await newest(name)).has_ended
+
+        shared = looks.setdefault((name, node, number), logs.SharedLook(look, poll_s))
+
+        async def parts() -> AsyncIterator[str]:
+            changing = logs.changes(shared.newest, has_ended, poll_s, closing)
+            async with aclosing(changing) as found:
                 async for news in found:
                     if news is None:
                         yield ": still here\n\n"
@@ -616,7 +625,7 @@ def _routes(
                     text = pages.render("log_part.html", log=news.log, whole=news.whole)
                     yield "".join(f"data: {line}\n" for line in text.split("\n")) + "\n"
             if closing.is_set():
-                yield await farewell(name, whole=False)
+                yield await last_words(name, whole=False)
 
         return StreamingResponse(parts(), media_type="text/event-stream")
 
@@ -647,6 +656,12 @@ def _routes(
         words = f"nothing was changed at {name}"
         return HTMLResponse(pages.render("done.html", message=words, focus=True))
 
+    async def last_words(name: str, *, whole: bool) -> str:
+        """Return the last message of a stream, made once for all viewers: see `farewell`."""
+        if (name, whole) not in ends:
+            ends[name, whole] = asyncio.ensure_future(farewell(name, whole=whole))
+        return await asyncio.shield(ends[name, whole])
+
     async def farewell(name: str, *, whole: bool) -> str:
         """Return the last message of a stream: that the pages end, and where to look then.
 
@@ -674,7 +689,7 @@ def _routes(
             while not closing.is_set():
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(closing.wait(), PING_S)
-                    yield await farewell("", whole=False)
+                    yield await last_words("", whole=False)
                     return
                 yield ": still here\n\n"
 

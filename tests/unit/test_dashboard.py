@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import pairwise
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, NewType, Union, get_args, get_origin
@@ -342,6 +343,26 @@ def test_a_rank_can_be_chosen_only_where_the_output_names_it() -> None:
         assert "<select" not in text
 
 
+def test_the_last_look_at_a_job_is_made_once_for_all_its_viewers() -> None:
+    jobs = OneJob()
+    browser = Browser(jobs).enter()
+
+    async def ended() -> int:
+        told: list[list[Message]] = [[] for _ in range(3)]
+        streams = [
+            asyncio.create_task(browser.called("GET", "/jobs/demo/changes", stream=one))
+            for one in told
+        ]
+        while any(len(one) < 2 for one in told):
+            await asyncio.sleep(0)
+        before = jobs.loads
+        browser.board.close()
+        await asyncio.wait_for(asyncio.gather(*streams), 30)
+        return jobs.loads - before
+
+    assert asyncio.run(ended()) == 1
+
+
 def test_a_page_that_is_open_when_the_dashboard_ends_says_so_and_shows_the_end() -> None:
     def streamed(path: str) -> str:
         jobs = OneJob()
@@ -469,6 +490,60 @@ def test_a_file_that_grows_in_any_pieces_tells_each_line_once(
     assert told == [f"[n0 round 1 rank 0] {line}" for line in lines[-len(told) :]]
 
 
+async def not_ended() -> bool:
+    return False
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_the_output_of_a_job_that_has_ended_is_looked_at_seldom(ended: bool) -> None:
+    """It was looked at for as long as its page was open."""
+
+    async def counted() -> list[int]:
+        closing, looks, at = asyncio.Event(), 0, []
+
+        async def tail() -> LogTail:
+            nonlocal looks
+            looks += 1
+            return LogTail(["[n0] said"])
+
+        async def has_ended() -> bool:
+            return ended
+
+        found = logs.changes(tail, has_ended, 0.001, closing, ping_s=0.01)
+        async with aclosing(found) as stream:
+            async for _ in stream:
+                at.append(looks)
+                if len(at) == 5:
+                    closing.set()
+        return [after - before for before, after in pairwise(at[1:])]
+
+    per_ping = asyncio.run(counted())
+    assert (per_ping == [1, 1, 1]) is ended
+    assert min(per_ping) > 1 or ended
+
+
+def test_the_output_is_looked_at_once_for_all_viewers() -> None:
+    async def counted() -> tuple[list[LogTail], int]:
+        looks = 0
+
+        async def look() -> LogTail:
+            nonlocal looks
+            looks += 1
+            await asyncio.sleep(0)
+            return LogTail([f"look {looks}"])
+
+        shared = logs.SharedLook(look, 3600)
+        leaves = asyncio.create_task(shared.newest())
+        viewers = [asyncio.create_task(shared.newest()) for _ in range(3)]
+        while not looks:
+            await asyncio.sleep(0)
+        leaves.cancel()
+        return [*await asyncio.gather(*viewers), await shared.newest()], looks
+
+    found, looks = asyncio.run(counted())
+    assert (looks, {*map(str, found)}) == (1, {str(LogTail(["look 1"]))})
+
+
 def test_a_line_that_grows_is_sent_alone() -> None:
     """A progress bar, or points without a newline, had all lines sent again at each look."""
     origin = "[n0 round 1 rank 0] "
@@ -488,7 +563,7 @@ def test_a_line_that_grows_is_sent_alone() -> None:
                 closing.set()
             return now or looks[-1]
 
-        return [change async for change in logs.changes(tail, 0.001, closing)]
+        return [change async for change in logs.changes(tail, not_ended, 0.001, closing)]
 
     assert asyncio.run(streamed()) == [
         logs.LogChange(looks[0], whole=True),
@@ -515,7 +590,7 @@ def test_a_stream_of_output_goes_on_while_looks_fail() -> None:
             return look
 
         found = []
-        async with aclosing(logs.changes(tail, 0.001, closing, ping_s=0.0)) as stream:
+        async with aclosing(logs.changes(tail, not_ended, 0.001, closing, ping_s=0.0)) as stream:
             async for change in stream:
                 found.append(change)
                 if len(found) == 4:
