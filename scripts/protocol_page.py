@@ -862,6 +862,7 @@ NOT_SENT: Mapping[str, str] = {
     "TargetFields": "`CheckpointTarget` as a dictionary, for the SDK.",
     "TimeShare": "A row about where the time went, inside of one process.",
     "WrongFields": "`WrongValue` as a dictionary, for the SDK.",
+    "LogTail": "Output as people are shown it, inside of one process.",
     "JobView": "What people are shown of a job, inside of one process.",
     "ExitCode": "See [Exit codes](exit-codes.md).",
 }

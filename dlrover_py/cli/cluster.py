@@ -16,7 +16,7 @@ from dlrover_py.bad_hosts import HostPolicy, HostScores
 from dlrover_py.cli import view
 from dlrover_py.cli.jobfile import JobDocument
 from dlrover_py.cli.logs import LogQuery
-from dlrover_py.cli.podlogs import PodLogs, node_of_rank
+from dlrover_py.cli.podlogs import PodLogs, selected_node
 from dlrover_py.cli.progress import ProgressPrinter, Style
 from dlrover_py.cli.settings import Target
 from dlrover_py.kubernetes.client import KubeClient
@@ -41,6 +41,7 @@ from dlrover_py.protocol.errors import (
 )
 from dlrover_py.protocol.job import ElasticJob, scaled_to
 from dlrover_py.protocol.job_object import read_conditions, read_events, read_phase, read_status
+from dlrover_py.protocol.job_view import LogTail
 from dlrover_py.protocol.local import History
 from dlrover_py.protocol.reasons import ConditionReason, ConditionType
 from dlrover_py.protocol.status import (
@@ -478,29 +479,25 @@ class ClusterJob:
             raise ConfigError(
                 "--round works only on this machine: the log of a Pod does not separate rounds"
             )
-        status, only = read_status(self.obj), query.node
-        if query.rank is not None:
-            only, workers = node_of_rank(status, query.rank)
-            if workers > 1:
-                print(
-                    f"{only} has {workers} workers in one log; `elastic-run --tee 3` marks each "
-                    "line with its worker",
-                    file=sys.stderr,
-                )
+        only, workers = selected_node(read_status(self.obj), query)
+        if workers > 1:
+            print(
+                f"{only} has {workers} workers in one log; `elastic-run --tee 3` marks each "
+                "line with its worker",
+                file=sys.stderr,
+            )
         with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
             self._cluster.run(self._show_logs(query, only))
 
-    def log_tail(self, query: LogQuery) -> list[str]:
+    def log_tail(self, query: LogQuery) -> LogTail:
         """Return the newest lines of the logs of the job's Pods that the query selects.
 
         Raises:
-            ConfigError: the query names a rank that no node has.
+            ConfigError: the query names a rank that no node has, or another node than it names.
             DLRoverError: the API server refuses a call, or does not answer.
         """
-        only = query.node
-        if query.rank is not None:
-            only, _ = node_of_rank(read_status(self.obj), query.rank)
-        return self._cluster.run(PodLogs(self._kube, self.obj, query, only).tail())
+        only, _ = selected_node(read_status(self.obj), query)
+        return LogTail(self._cluster.run(PodLogs(self._kube, self.obj, query, only).tail()))
 
     async def _show_logs(self, query: LogQuery, only: str | None) -> None:
         """Print the logs of the job's Pods, and follow them if the query says so."""

@@ -14,7 +14,7 @@ from dlrover_py.net import http_server
 from dlrover_py.protocol import names
 from dlrover_py.protocol.diagnosis import NodeSnapshot
 from dlrover_py.protocol.errors import ConfigError
-from dlrover_py.protocol.job_view import JobView
+from dlrover_py.protocol.job_view import JobView, LogTail
 from dlrover_py.protocol.local import History
 from dlrover_py.protocol.status import EvidenceManifest
 
@@ -94,7 +94,7 @@ class JobPages:
         }
         return simple[action]()
 
-    def log_tail(self, name: str, node: str, rank: int | None) -> list[str]:
+    def log_tail(self, name: str, node: str, rank: int | None) -> LogTail:
         """Return the newest lines that a node's workers have printed.
 
         Args:
@@ -106,7 +106,7 @@ class JobPages:
             ConfigError: there is no such job.
             DLRoverError: the job's cluster refuses a call, or does not answer.
         """
-        return NamedJob(self._jobs, name).logs(node, rank)
+        return NamedJob(self._jobs, name).log_tail(node, rank)
 
     def evidence(
         self, name: str, node: str

@@ -29,7 +29,7 @@ from dlrover_py.protocol.errors import (
     ExitCode,
     UnreachableError,
 )
-from dlrover_py.protocol.job_view import JobView, TimeShare, time_shares
+from dlrover_py.protocol.job_view import JobView, LogTail, TimeShare, time_shares
 from dlrover_py.protocol.local import History
 from dlrover_py.protocol.status import EvidenceManifest, JobEvent, JobPhase, JobStatus, date_time
 
@@ -216,7 +216,8 @@ class Jobs:
     def runs(self, name: str) -> "builtins.list[str]":
         """Return the names of the runs of a job on this machine, newest first; none in a cluster.
 
-        Each can be used in place of the name of the job, to read that run.
+        Each can be used in place of the name of the job, to read that run. That of the run that
+        goes on can be used to change it, too.
 
         Raises:
             ConfigError: the folders of the jobs are not safe.
@@ -306,6 +307,18 @@ class NamedJob:
 
     def logs(self, node: str | None = None, rank: int | None = None) -> list[str]:
         """Return the newest lines that workers have printed, each with its origin.
+
+        Lines that are not complete yet are the last ones.
+
+        Args:
+            node: id of the only node; None for all.
+            rank: the only global rank; None for all.
+        """
+        found = self.log_tail(node, rank)
+        return [*found.lines, *found.growing]
+
+    def log_tail(self, node: str | None, rank: int | None) -> LogTail:
+        """Return the newest lines that workers have printed: complete ones, and others.
 
         Args:
             node: id of the only node; None for all.

@@ -25,6 +25,7 @@ from dlrover_py.protocol.diagnosis import NodeSnapshot
 from dlrover_py.protocol.documents import explain
 from dlrover_py.protocol.errors import ConfigError, UnreachableError
 from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.protocol.job_view import LogTail
 from dlrover_py.protocol.local import CallDone, History, Snapshot
 from dlrover_py.protocol.status import EvidenceManifest, JobPhase, JobStatus, date_time
 
@@ -99,6 +100,7 @@ def _find_run(
 
     Raises:
         JobNotFoundError: there is no such run.
+        JobUnreachableError: it goes on, but its runtime folder was removed.
         ConfigError: another user could have made the content of a folder.
     """
     job, _, stamp = name.rpartition("@")
@@ -106,15 +108,17 @@ def _find_run(
     if stamp not in known or settings.state_folder is None:
         raise JobNotFoundError(f"run {name} is not known on this machine; see `dlrover job list`")
     folder = settings.state_folder / name
-    if job in present and runs.goes_on(folder):
-        return present[job]
+    if runs.goes_on(folder):
+        if job in present:
+            return present[job]
+        _refuse_unreachable(settings, job)
     return EndedJob(folder, name)
 
 
 def find_to_change(settings: Settings, name: str | None) -> "RunningJob":
     """Return the running job with this name, or the only running job.
 
-    Jobs that have ended are ignored.
+    Jobs that have ended are ignored. The name may be that of the run that goes on.
 
     Raises:
         JobNotFoundError: there is no such job, or several jobs match.
@@ -122,6 +126,11 @@ def find_to_change(settings: Settings, name: str | None) -> "RunningJob":
         ConfigError: another user could have made the content of a folder.
     """
     present = running(settings)
+    if name is not None and "@" in name:
+        run = _find_run(settings, name, present)
+        if isinstance(run, RunningJob):
+            return run
+        raise JobNotFoundError(f"run {name} has ended: only a run that goes on can be changed")
     if name not in present and (name is not None or not present):
         _refuse_unreachable(settings, name)
     return _select(present, name)
@@ -341,7 +350,7 @@ class RunningJob:
                 f"dlrover: {missing_log_message(folder, query)}", err=True
             )  # no failure: a log may still appear
 
-    def log_tail(self, query: LogQuery) -> list[str]:  # noqa: D102
+    def log_tail(self, query: LogQuery) -> LogTail:  # noqa: D102
         return tail(self._log_folder(), query)
 
     def _log_folder(self) -> Path:
@@ -622,5 +631,5 @@ class EndedJob:
         if not print_logs(self.log_folder, None, query):
             raise ConfigError(missing_log_message(self.log_folder, query))
 
-    def log_tail(self, query: LogQuery) -> list[str]:  # noqa: D102
+    def log_tail(self, query: LogQuery) -> LogTail:  # noqa: D102
         return tail(self.log_folder, query)

@@ -13,6 +13,7 @@ from dlrover_py.cli.settings import Settings, Target
 from dlrover_py.cli.view import JobView
 from dlrover_py.protocol.diagnosis import NodeSnapshot
 from dlrover_py.protocol.errors import ConfigError, UnauthorizedError, UnreachableError
+from dlrover_py.protocol.job_view import LogTail
 from dlrover_py.protocol.local import History
 from dlrover_py.protocol.status import EvidenceManifest
 
@@ -74,11 +75,12 @@ class JobHandle(Protocol):
             DLRoverError: the job's cluster refuses a call, or does not answer.
         """
 
-    def log_tail(self, query: LogQuery) -> list[str]:
-        """Return the newest lines that the query selects, each with its origin.
+    def log_tail(self, query: LogQuery) -> LogTail:
+        """Return the newest lines that the query selects.
 
         Raises:
-            ConfigError: in a cluster, no node has the rank of the query.
+            ConfigError: in a cluster, no node has the rank of the query, or another one than it
+                names.
             DLRoverError: the job, or its cluster, does not answer, or refuses a call.
         """
 

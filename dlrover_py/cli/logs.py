@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from dlrover_py.process.blocking import open_regular
+from dlrover_py.protocol.job_view import LogTail
 from dlrover_py.protocol.status import JobStatus
 from dlrover_py.protocol.words import plain
 
@@ -202,11 +203,12 @@ def print_logs(folder: Path, while_exists: Path | None, query: LogQuery) -> bool
     return True  # the reader has stopped, so there were lines
 
 
-def tail(folder: Path, query: LogQuery) -> list[str]:
+def tail(folder: Path, query: LogQuery) -> LogTail:
     """Return about the last ``TAIL_LINES`` lines of the newest round that the query selects.
 
     Each file has the same share of them, so all ranks are shown. The lines of one file stay
-    together, each with its origin. Files that cannot be read are left out.
+    together. Of a file with more than ``TAIL_BYTES``, the first line is left out, which is cut.
+    Files that cannot be read are left out.
     """
     files = sorted(_selected_files(folder, query))
 
@@ -215,17 +217,20 @@ def tail(folder: Path, query: LogQuery) -> list[str]:
         return tuple(int(p) if p.isdigit() else 0 for p in (in_round, incarnation))  # type: ignore[return-value]
 
     newest = max((number(path) for path, _ in files), default=(0, 0))
-    found: list[tuple[str, list[bytes]]] = []
+    found: list[tuple[str, list[bytes], bytes]] = []
     for path, origin in files:
         if number(path) == newest:
             with contextlib.suppress(OSError), os.fdopen(open_regular(path), "rb") as stream:
-                stream.seek(max(0, os.fstat(stream.fileno()).st_size - TAIL_BYTES))
-                found.append((origin, stream.read(TAIL_BYTES).splitlines()))
-    written = [one for one in found if one[1]][:TAIL_LINES]
+                start = max(0, os.fstat(stream.fileno()).st_size - TAIL_BYTES)
+                stream.seek(start)
+                *lines, rest = stream.read(TAIL_BYTES).split(b"\n")
+                found.append((origin, lines[bool(start) :], rest))
+    written = [one for one in found if one[1] or one[2]][:TAIL_LINES]
     share = max(1, TAIL_LINES // max(1, len(written)))
-    return [
-        f"[{origin}] {as_displayed(line)}" for origin, lines in written for line in lines[-share:]
-    ]
+    return LogTail(
+        [f"[{origin}] {as_displayed(one)}" for origin, all_, _ in written for one in all_[-share:]],
+        [f"[{origin}] {as_displayed(rest)}" for origin, _, rest in written if rest],
+    )
 
 
 def missing_log_message(folder: Path, query: LogQuery) -> str:

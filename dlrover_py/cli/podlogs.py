@@ -327,6 +327,24 @@ def node_of_rank(status: JobStatus | None, rank: int) -> tuple[str, int]:
     )
 
 
+def selected_node(status: JobStatus | None, query: LogQuery) -> tuple[str | None, int]:
+    """Return the only node that a query selects, None for all, and its number of workers.
+
+    The number is 0 if the query names no rank.
+
+    Raises:
+        ConfigError: no node in the status has the rank of the query, or another one than it names.
+    """
+    if query.rank is None:
+        return query.node, 0
+    node, workers = node_of_rank(status, query.rank)
+    if query.node not in (None, node):
+        raise ConfigError(
+            f"rank {query.rank} is on node {node}, not on {query.node}: name the node or the rank"
+        )
+    return node, workers
+
+
 def _raise_if_permanent(error: KubeError | None) -> None:
     """Raise an error that only a person can resolve; ignore a transient one."""
     if error is not None and not isinstance(error, TransientError):

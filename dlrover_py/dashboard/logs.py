@@ -1,13 +1,16 @@
 """The newest output of workers as it grows: which lines are new."""
 
 import asyncio
+import contextlib
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from dlrover_py.protocol.errors import DLRoverError
+from dlrover_py.protocol.job_view import LogTail
 
 PING_S = 20.0
-"""Seconds without a new line after which an empty change is yielded, so that a stream stays
+"""Seconds without a change of the output after which a stream sends a comment, so that it stays
 open."""
 QUIET = 2
 """Factor of the pause after a look that has found no new line."""
@@ -26,11 +29,12 @@ def added(before: Sequence[str], now: Sequence[str]) -> list[str]:
     """Return the lines that are new, of two looks at the newest lines of some files.
 
     The lines of each file are compared on their own: the last ones of the first look are searched
-    in the second one. What is behind them is new.
+    in the second one. What is behind them is new. Where all lines of a look are equal, no further
+    equal line is found.
 
     Args:
-        before: Lines of the first look, each with its origin.
-        now: Lines of the second look.
+        before: Complete lines of the first look, each with its origin.
+        now: Complete lines of the second look.
     """
     old, new = _by_origin(before), _by_origin(now)
     return [line for origin, lines in new.items() for line in _behind(old.get(origin, []), lines)]
@@ -55,35 +59,99 @@ def _behind(before: list[str], now: list[str]) -> list[str]:
     return now[end:]
 
 
+@dataclass(frozen=True, slots=True)
+class LogChange:
+    """What has changed of some logs since the last change."""
+
+    log: LogTail
+    """The new lines, and all that are not complete."""
+    whole: bool
+    """The lines take the place of all others. Otherwise they are added."""
+
+
+class SharedLook:
+    """Looks at logs once in some time, however many viewers ask."""
+
+    def __init__(self, look: Callable[[], Awaitable[LogTail]], least_s: float) -> None:
+        """Set it up; it does not look yet.
+
+        Args:
+            look: Returns the newest lines.
+            least_s: Seconds after the begin of a look in which it is not repeated.
+        """
+        self._look, self._least_s = look, least_s
+        self._task: asyncio.Future[LogTail] | None = None
+        self._begun = 0.0
+
+    async def newest(self) -> LogTail:
+        """Return what the newest look has found, or will find.
+
+        Raises:
+            DLRoverError: That look has failed.
+        """
+        now = asyncio.get_running_loop().time()
+        task = self._task
+        if task is None or (task.done() and now - self._begun >= self._least_s):
+            self._begun = now
+            self._task = task = asyncio.ensure_future(self._look())
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(task)  # it goes on if one of its viewers leaves
+
+
 async def changes(
-    tail: Callable[[], Awaitable[Sequence[str]]], poll_s: float, closing: asyncio.Event
-) -> AsyncGenerator[tuple[Sequence[str], bool], None]:
-    """Yield lines, and whether they take the place of all others; no lines now and then.
+    tail: Callable[[], Awaitable[LogTail]],
+    has_ended: Callable[[], Awaitable[bool]],
+    poll_s: float,
+    closing: asyncio.Event,
+    *,
+    ping_s: float = PING_S,
+) -> AsyncGenerator[LogChange | None, None]:
+    """Yield what changes: first all lines, then the new ones; now and then None.
+
+    A look that fails changes nothing.
 
     Args:
         tail: Returns the newest lines.
+        has_ended: Returns whether the job has ended. It is asked before None is yielded. As long as
+            that is so, ``ping_s`` are between two looks: another run may have begun.
         poll_s: Seconds between two looks.
         closing: Ends it once it is set.
+        ping_s: Seconds without a change after which None is yielded.
     """
-    shown = await tail()
-    yield shown, True
-    count, quiet_s = 0, 0.0
+    shown: LogTail | None = None
+    count, quiet_s, rests = 0, 0.0, False
     while not closing.is_set():
-        pause_s = poll_s * (QUIET if quiet_s else 1)
-        try:
-            await asyncio.wait_for(closing.wait(), pause_s)
-            return
-        except TimeoutError:
-            pass
-        try:
-            now = await tail()
-        except DLRoverError:  # the next look may succeed; the page says so elsewhere
-            continue
-        new = added(shown, now)
-        shown, count = now, count + len(new)
-        if count > LINES_ADDED:
-            count = 0
-            yield shown, True
-        elif new or (quiet_s := quiet_s + pause_s) >= PING_S:
+        before = shown
+        with contextlib.suppress(DLRoverError):  # the next look may succeed; the page says so
+            shown = await tail()
+        change = None if shown is None else _change(before, shown, count)
+        if change is not None:
+            count, quiet_s, rests = 0 if change.whole else count + len(change.log.lines), 0.0, False
+            yield change
+        elif quiet_s >= ping_s:
             quiet_s = 0.0
-            yield new, False
+            with contextlib.suppress(DLRoverError):
+                rests = await has_ended()
+            yield None
+        pause_s = ping_s if rests else poll_s * (1 if change is not None else QUIET)
+        quiet_s += pause_s
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(closing.wait(), pause_s)
+
+
+def _change(before: LogTail | None, now: LogTail, count: int) -> LogChange | None:
+    """Return what a look has found that a page does not have; None if it has all.
+
+    Args:
+        before: What the page has; None if it has nothing yet.
+        now: What the look has found.
+        count: Number of lines that the page got after each other.
+    """
+    if before is None:
+        return LogChange(now, whole=True)
+    new = added(before.lines, now.lines)
+    if not new and now.growing == before.growing:
+        return None
+    if count + len(new) > LINES_ADDED or not before.lines:
+        return LogChange(now, whole=True)
+    return LogChange(replace(now, lines=new), whole=False)

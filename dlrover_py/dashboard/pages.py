@@ -152,6 +152,17 @@ class JobPage:
         of = f" of {status.progress.total}" if status.progress.total else ""
         return f"{words}, step {status.progress.step}{of}"
 
+    @property
+    def run(self) -> str:
+        """The start of the run, which tells it from other runs of the job; empty if not known."""
+        return rfc3339(self.view.status.started_at) if self.view.status is not None else ""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the job has ended, or was killed: then no status has its phase."""
+        status = self.view.status
+        return status.phase.ended if status is not None else self.view.phase not in set(JobPhase)
+
     def risk(self, action: str, value: str) -> str:
         """Ask whether an action is meant that ends nodes; empty for one that ends none.
 
@@ -294,9 +305,17 @@ class JobPage:
 
     @property
     def goodput_curve(self) -> Markup:
-        """The picture of the goodput over time; empty if fewer than two samples have it."""
+        """The picture of the goodput over time; empty if fewer than two values are known.
+
+        A sample belongs to a new step. So the status is the last point: it has the time without
+        steps since then.
+        """
         status = self.view.status
         points = [(s.at, s.goodput) for s in self.history.samples if s.goodput is not None]
+        if status is not None and status.goodput is not None and status.goodput.share is not None:
+            at = status.ended_at or status.published_at
+            if not points or at > points[-1][0]:
+                points.append((at, status.goodput.share))
         if status is None or len(points) < 2:
             return Markup("")
         best = status.goodput.ceiling if status.goodput is not None else None
@@ -361,16 +380,6 @@ class JobPage:
         """Return the share of its time that a node waits for data; empty if not known, or small."""
         share = node.data_wait if ranks.trains(node) else 0.0
         return f"{100 * share:.0f} %" if share >= 0.005 else ""
-
-    def ranks_of(self, node: str) -> range:
-        """Return the global ranks of a node's workers; none if it is no member of the round."""
-        first = 0
-        for one in self.nodes:
-            if one.node_rank is not None:
-                if one.id == node:
-                    return range(first, first + one.nproc)
-                first += one.nproc
-        return range(0)
 
     def step_time(self, node: NodeStatus) -> str:
         """Return the time of a node's step, and its ratio to the median; empty if not known."""

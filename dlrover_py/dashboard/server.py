@@ -17,6 +17,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Protocol
 from urllib.parse import parse_qs, quote
+from weakref import WeakValueDictionary
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse, StreamingResponse
@@ -28,7 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from dlrover_py.dashboard import curves, logs, pages
 from dlrover_py.protocol.diagnosis import NodeSnapshot
 from dlrover_py.protocol.errors import DLRoverError
-from dlrover_py.protocol.job_view import JobView
+from dlrover_py.protocol.job_view import JobView, LogTail
 from dlrover_py.protocol.local import History
 from dlrover_py.protocol.status import EvidenceManifest
 from dlrover_py.protocol.words import plain
@@ -101,8 +102,8 @@ class ShownJobs(Protocol):
             value: What the form says: a number of nodes, or a node; else empty.
         """
 
-    def log_tail(self, name: str, node: str, rank: int | None) -> list[str]:
-        """Return the newest lines that a node's workers have printed, each with its origin.
+    def log_tail(self, name: str, node: str, rank: int | None) -> LogTail:
+        """Return the newest lines that a node's workers have printed.
 
         Args:
             name: Name of the job.
@@ -283,6 +284,11 @@ class SectionWatch:
         return changed
 
 
+def digest_of(*texts: str) -> str:
+    """Return a few characters that are others for other texts."""
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+
+
 def root_of(request: Request) -> str:
     """Return the relative address of the first page, from the page of a request."""
     scope = request.scope
@@ -420,6 +426,8 @@ def _routes(
         closing: Ends the streams of output once it is set.
     """
     # Its own redirect names the whole address, which a proxy may have changed.
+    looks: WeakValueDictionary[tuple[str, str, int | None], logs.SharedLook] = WeakValueDictionary()
+    ends: dict[tuple[str, bool], asyncio.Future[str]] = {}
     found = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
 
     async def load(name: str) -> pages.JobPage:
@@ -448,7 +456,7 @@ def _routes(
 
     def live_part(text: str, key: str = "live") -> tuple[Markup, str]:
         """Return a part of a page with its digest, which it sends when it asks for a newer one."""
-        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        digest = digest_of(text)
         live = pages.render("live.html", text=Markup(text), digest=digest, key=key)
         return Markup(live), digest
 
@@ -495,7 +503,7 @@ def _routes(
         runs = await asyncio.to_thread(jobs.runs, name)
         values: dict[str, Any] = {
             "runs": runs,
-            "here": name if name in runs else next(iter(runs), ""),
+            "here": name if "@" in name else next(iter(runs), ""),
         }
         values |= {"sections": parts, "csrf": access.csrf, "since": since, "root": "../../"}
         return HTMLResponse(pages.render("job.html", page=page, **values))
@@ -539,7 +547,7 @@ def _routes(
                         text = "".join(f"event: {s}\n{told}" for s in changed)
                         yield text or ": still here\n\n"
                 if closing.is_set():
-                    yield await farewell(name, whole=True)
+                    yield await last_words(name, whole=True)
             finally:
                 if not watch.is_watched and watches.get(name) is watch:
                     del watches[name]
@@ -568,7 +576,8 @@ def _routes(
             return changed_part(request, text)
         rank = _number(request.query_params.get("rank", ""))
         every = await asyncio.to_thread(jobs.log_tail, name, node, None)
-        lines = every if rank is None else await asyncio.to_thread(jobs.log_tail, name, node, rank)
+        ranks = logs.ranks_in([*every.lines, *every.growing])  # the log of a Pod has none
+        shown = every if rank is None else await asyncio.to_thread(jobs.log_tail, name, node, rank)
         return live_page(
             request,
             "node.html",
@@ -577,8 +586,9 @@ def _routes(
             node=node,
             root="../../../../",
             rank=rank,
-            ranks=sorted({*page.ranks_of(node), *logs.ranks_in(every)}),
-            lines=Markup(pages.render("log_lines.html", lines=lines, whole=True)),
+            ranks=sorted(ranks if rank is None or not ranks else {*ranks, rank}),
+            lines=Markup(pages.render("log_lines.html", log=shown, whole=True)),
+            growing=Markup(pages.render("log_growing.html", log=shown)),
             evidence=live_part(await evidence_of(name, node), "evidence")[0],
         )
 
@@ -597,17 +607,25 @@ def _routes(
         """Stream what a node's workers print, as parts of its page."""
         number = _number(rank)
 
-        async def parts() -> AsyncIterator[str]:
-            async def tail() -> list[str]:
-                return await asyncio.to_thread(jobs.log_tail, name, node, number)
+        async def look() -> LogTail:
+            return await asyncio.to_thread(jobs.log_tail, name, node, number)
 
-            async with aclosing(logs.changes(tail, poll_s, closing)) as found:
-                async for lines, whole in found:
-                    text = pages.render("log_part.html", lines=lines, whole=whole)
-                    data = "".join(f"data: {line}\n" for line in text.split("\n"))
-                    yield f"{data}\n" if lines or whole else ": still here\n\n"
+        async def has_ended() -> bool:
+            return (await newest(name)).has_ended
+
+        shared = looks.setdefault((name, node, number), logs.SharedLook(look, poll_s))
+
+        async def parts() -> AsyncIterator[str]:
+            changing = logs.changes(shared.newest, has_ended, poll_s, closing)
+            async with aclosing(changing) as found:
+                async for news in found:
+                    if news is None:
+                        yield ": still here\n\n"
+                        continue
+                    text = pages.render("log_part.html", log=news.log, whole=news.whole)
+                    yield "".join(f"data: {line}\n" for line in text.split("\n")) + "\n"
             if closing.is_set():
-                yield await farewell(name, whole=False)
+                yield await last_words(name, whole=False)
 
         return StreamingResponse(parts(), media_type="text/event-stream")
 
@@ -622,9 +640,12 @@ def _routes(
         if action not in ACTIONS:
             return HTMLResponse("", 404)
         value = form.get("value", "")
-        if form.get("sure") != "yes" and (question := (await newest(name)).risk(action, value)):
+        page = await (load(name) if "sure" in form else newest(name))
+        question = page.risk(action, value)
+        asked = digest_of(question, page.run)
+        if question and form.get("sure") != asked:  # what was confirmed may be true no more
             ask = {"question": question, "action": action, "value": value, "csrf": access.csrf}
-            return HTMLResponse(pages.render("confirm.html", **ask))
+            return HTMLResponse(pages.render("confirm.html", sure=asked, **ask))
         log.info("action", extra={"data": {"job": name, "action": action, "value": value}})
         done = await asyncio.to_thread(jobs.change, name, action, value)
         return HTMLResponse(pages.render("done.html", message=done, focus="sure" in form))
@@ -635,6 +656,12 @@ def _routes(
         words = f"nothing was changed at {name}"
         return HTMLResponse(pages.render("done.html", message=words, focus=True))
 
+    async def last_words(name: str, *, whole: bool) -> str:
+        """Return the last message of a stream, made once for all viewers: see `farewell`."""
+        if (name, whole) not in ends:
+            ends[name, whole] = asyncio.ensure_future(farewell(name, whole=whole))
+        return await asyncio.shield(ends[name, whole])
+
     async def farewell(name: str, *, whole: bool) -> str:
         """Return the last message of a stream: that the pages end, and where to look then.
 
@@ -642,15 +669,16 @@ def _routes(
             name: Name of the job; empty for all.
             whole: Also send the newest sections of the job's page.
         """
-        words, parts = "This dashboard has ended.", []
+        words, title, parts = "This dashboard has ended.", "", []
         with contextlib.suppress(DLRoverError, TimeoutError):
             page = await asyncio.wait_for(load(name), LAST_LOOK_S) if name else None
             if page is not None and page.view.status is not None and page.view.status.phase.ended:
                 words = f"{name} has ended: {page.view.phase}. This dashboard has ended, too."
             if page is not None and whole:
+                title = page.title
                 parts = [(s, Markup(pages.section(s, page))) for s in pages.SECTIONS]
         words += f" To look again: dlrover dashboard {name}".rstrip()
-        text = pages.render("over.html", words=words, sections=parts)
+        text = pages.render("over.html", words=words, title=title, sections=parts)
         return "".join(f"data: {line}\n" for line in text.split("\n")) + "\n"
 
     @found.get("/over")
@@ -661,7 +689,7 @@ def _routes(
             while not closing.is_set():
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(closing.wait(), PING_S)
-                    yield await farewell("", whole=False)
+                    yield await last_words("", whole=False)
                     return
                 yield ": still here\n\n"
 

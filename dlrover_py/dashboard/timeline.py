@@ -124,14 +124,18 @@ def round_timelines(
     """Return the rounds that events tell of, oldest first, each once.
 
     The events say who joined and left. From a round whose members are all known, the members of
-    the rounds before and after it follow.
+    the rounds before and after it follow. An event names only some of many nodes; no members follow
+    across such an event, nor where their number is another than that of the event.
 
     Args:
         status: status of the job, which names the members of the present round.
         events: oldest first, completed by :func:`with_node_and_round`.
         end: end of the last round if it goes on, in Unix seconds.
     """
-    formed = {e.round: e for e in events if e.reason == EventReason.ROUND_FORMED and e.round}
+    place = {
+        e.round: i for i, e in enumerate(events) if e.reason == EventReason.ROUND_FORMED and e.round
+    }
+    formed = {n: events[i] for n, i in place.items()}
     by_id = {e.id: e for e in events}
     parts = {n: m for n, e in formed.items() if (m := _FORMED.match(e.message)) is not None}
     order = sorted(parts)
@@ -145,29 +149,45 @@ def round_timelines(
     present = {n.id for n in status.nodes if n.node_rank is not None}
     if status.round in parts and len(present) == counts[status.round]:
         known[status.round] = sorted(map(_by_id, present))
+    whole = {n for n in order if not any(_is_cut(parts[n][what]) for what in ("joined", "left"))}
     for n in order:  # from each known round to the next one
-        if n not in known and n - 1 in known:
-            known[n] = _changed(known[n - 1], left[n], joined[n])
+        if n not in known and n - 1 in known and n in whole:
+            members = _changed(known[n - 1], left[n], joined[n])
+            if len(members) == counts[n]:
+                known[n] = members
     for n in reversed(order):  # and to the one before
-        if n not in known and n + 1 in known:
-            known[n] = _changed(known[n + 1], joined[n + 1], left[n + 1])
+        if n not in known and n + 1 in known and n + 1 in whole:
+            members = _changed(known[n + 1], joined[n + 1], left[n + 1])
+            if len(members) == counts[n]:
+                known[n] = members
     found = []
     for n, following in zip_longest(order, order[1:]):
-        since, until, ended = formed[n].at, end, ""
+        within = events[place[n] + 1 : place[following] if following else None]
+        suspended = next((e for e in within if e.reason == EventReason.SUSPENDED), None)
+        since, until, ended, cause = formed[n].at, end, "", None
         if following:
             cause = by_id.get(formed[following].cause or 0)
             until = formed[following].at
             ended = formed[following].message.partition("; because ")[2]
-            if cause is not None:
-                ended = cause.message
-                until = min(until, cause.at) if cause.type == "Warning" else until
         elif status.phase is not JobPhase.RUNNING:
+            cause = _cause_in(status.reason, within)
             until, ended = status.ended_at or end, status.reason
+        if suspended is not None:
+            until, ended = suspended.at, suspended.message
+        elif cause is not None:
+            ended = cause.message
+            until = min(until, cause.at) if cause.type == "Warning" else until
         who = known[n] if n in known else _changed([], set(), joined[n])
-        members = tuple(name for _, name in who[:NAMED]) if len(who) <= counts[n] else ()
+        first = tuple(name for _, name in who[:NAMED]) if len(who) <= counts[n] else ()
         workers = int(parts[n]["workers"] or 0)
-        found.append(RoundTimeline(n, since, max(since, until), counts[n], workers, members, ended))
+        found.append(RoundTimeline(n, since, max(since, until), counts[n], workers, first, ended))
     return found
+
+
+def _cause_in(reason: str, events: Sequence[JobEvent]) -> JobEvent | None:
+    """Return the newest Warning that the reason of a job's phase names; None if it names none."""
+    warnings = [e for e in events if e.type == "Warning" and e.message and e.message in reason]
+    return warnings[-1] if warnings else None
 
 
 _Member = tuple[tuple[Any, ...], str]
@@ -201,6 +221,11 @@ def _changed(members: list[_Member], gone: set[str], new: set[str]) -> list[_Mem
 def _names(text: str | None) -> set[str]:
     """Return the nodes that a part of a message names, such as ``n0, n1 and 4 more``."""
     return {name for name in (text or "").partition(" and ")[0].split(", ") if name}
+
+
+def _is_cut(text: str | None) -> bool:
+    """Return whether a part of a message names only some of the nodes that it is about."""
+    return text is not None and text.endswith(" more")
 
 
 def node_timelines(status: JobStatus, events: Sequence[JobEvent], end: float) -> list[NodeTimeline]:

@@ -48,7 +48,7 @@ from dlrover_py.protocol.errors import ErrorCode
 from dlrover_py.protocol.job import in_words
 from dlrover_py.protocol.job_view import problems
 from dlrover_py.protocol.names import MAX_COUNT, NODE_ID, NodeId, Round, Step, Timeline
-from dlrover_py.protocol.reasons import ConditionType
+from dlrover_py.protocol.reasons import ConditionType, EventReason
 from dlrover_py.protocol.shards import NodeShardRequest, ShardAnswer
 from dlrover_py.protocol.status import JobPhase, JobStatus, TablesStatus, TimeBucket
 
@@ -477,13 +477,37 @@ def job_metrics(status: JobStatus) -> Iterator[Metric]:
 def _unstored_s(status: JobStatus) -> float:
     """Return the age of the newest checkpoint in storage; without one, that of the job.
 
-    The time in which the job was suspended is not part of the latter.
+    A checkpoint of an earlier run is as old as the job. The time in which the job was suspended, or
+    waited for its nodes before a first round, does not count.
     """
     last = status.last_checkpoint
-    if last is not None and last.stored_at is not None:
-        return max(0.0, status.published_at - last.stored_at)
-    rested_s = status.goodput.seconds.get(TimeBucket.SUSPENDED, 0.0) if status.goodput else 0.0
-    return max(0.0, status.published_at - status.started_at - rested_s)
+    stored_at = last.stored_at if last is not None and last.stored_at is not None else 0.0
+    if stored_at > status.started_at:
+        rested_s, since = _rested_s(status, stored_at), stored_at
+    else:
+        seconds = status.goodput.seconds if status.goodput else {}
+        rested = (TimeBucket.SUSPENDED, TimeBucket.INITIALIZATION)
+        rested_s, since = sum(seconds.get(bucket, 0.0) for bucket in rested), status.started_at
+    return max(0.0, status.published_at - since - rested_s)
+
+
+def _rested_s(status: JobStatus, since: float) -> float:
+    """Return the seconds between suspensions and the next rounds, as far as events tell of them.
+
+    Args:
+        status: status of the job.
+        since: Unix seconds. Earlier time does not count.
+    """
+    rested_s, begun = 0.0, None
+    for event in status.events:
+        if event.reason == EventReason.SUSPENDED:
+            begun = event.at
+        elif event.reason == EventReason.ROUND_FORMED and begun is not None:
+            rested_s += max(0.0, event.at - max(begun, since))
+            begun = None
+    if begun is not None:
+        rested_s += max(0.0, status.published_at - max(begun, since))
+    return rested_s
 
 
 def _table_metrics(tables: TablesStatus) -> Iterator[Metric]:

@@ -46,6 +46,16 @@ _NO_HELP_NEEDED = (
 
 
 @dataclass(frozen=True, slots=True)
+class LogTail:
+    """The newest lines of the logs of some workers, each with its origin."""
+
+    lines: Sequence[str]
+    """Complete lines. Those of one log are in their order."""
+    growing: Sequence[str] = ()
+    """The last line of each log that does not end with a newline. It may still grow."""
+
+
+@dataclass(frozen=True, slots=True)
 class JobView:
     """What is known of a job, on this machine or in a cluster."""
 

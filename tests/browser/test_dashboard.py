@@ -134,11 +134,12 @@ def test_a_page_of_a_job_run_with_dashboard_says_that_the_job_has_ended(
     expect(shown.locator("#over")).to_contain_text(f"{run.name} has ended: Stopped")
     expect(shown.locator("#over")).to_contain_text(f"dlrover dashboard {run.name}")
     expect(shown.locator("h1")).to_contain_text("Stopped")
+    expect(shown).to_have_title(re.compile(f"^{run.name}: Stopped"))
     assert shown.locator("#actions button").count() == 0
 
 
 def test_an_ended_job_can_still_be_seen(place: Place, page: Page) -> None:
-    with job(place, script="print('trained', flush=True)", replicas=1) as run:
+    with job(place, script="print('trained\\ncut', end='', flush=True)", replicas=1) as run:
         assert run.wait() == 0
     with dashboard(place) as link:
         page.goto(link)
@@ -147,4 +148,5 @@ def test_an_ended_job_can_still_be_seen(place: Place, page: Page) -> None:
         assert page.locator("#actions").count() == 0
         page.get_by_role("link", name="n0", exact=True).click()
         expect(page.locator("#log")).to_contain_text("trained")
+        expect(page.locator("#log-growing")).to_have_text(re.compile("cut"))
         page.goto("about:blank")

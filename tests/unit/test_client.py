@@ -153,7 +153,7 @@ def test_the_newest_lines_of_a_node_are_those_of_all_its_ranks(tmp_path: Path) -
         folder = tmp_path / "n0" / "1" / "1" / str(rank)
         folder.mkdir(parents=True)
         (folder / "stdout.log").write_text("".join(f"line {i}\n" for i in range(300)))
-    found = tail(tmp_path, LogQuery(node="n0"))
+    found = tail(tmp_path, LogQuery(node="n0")).lines
     assert len(found) == TAIL_LINES
     origins = Counter(line.partition("]")[0] for line in found)
     assert len(origins) == 8

@@ -7,7 +7,8 @@ import pytest
 
 from dlrover_operator.crd import definition
 from dlrover_py.cli.cluster import ClusterJob, _row, job_view
-from dlrover_py.cli.podlogs import node_of_rank
+from dlrover_py.cli.logs import LogQuery
+from dlrover_py.cli.podlogs import node_of_rank, selected_node
 from dlrover_py.cli.view import JobTable, problem_line
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job_object import read_status
@@ -133,3 +134,12 @@ def test_the_node_of_a_rank() -> None:
         node_of_rank(status, 4)
     with pytest.raises(ConfigError, match="have 0 ranks"):
         node_of_rank(None, 0)
+    for query, selected in (
+        (LogQuery(), (None, 0)),
+        (LogQuery(node="n4"), ("n4", 0)),
+        (LogQuery(rank=1), ("n7", 2)),
+        (LogQuery(node="n7", rank=1), ("n7", 2)),
+    ):
+        assert selected_node(status, query) == selected
+    with pytest.raises(ConfigError, match="rank 1 is on node n7, not on n4"):
+        selected_node(status, LogQuery(node="n4", rank=1))

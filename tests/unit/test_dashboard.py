@@ -6,9 +6,10 @@ import hashlib
 import re
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import pairwise
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, NewType, Union, get_args, get_origin
@@ -21,12 +22,13 @@ from pydantic import BaseModel
 from starlette.types import Message
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from dlrover_py.cli.logs import LogQuery, tail
 from dlrover_py.cli.view import JobRow
 from dlrover_py.dashboard import curves, logs, pages, pictures, ranks, server
 from dlrover_py.protocol.agents import WorkerPhase
 from dlrover_py.protocol.diagnosis import NodeSnapshot
-from dlrover_py.protocol.errors import ConfigError
-from dlrover_py.protocol.job_view import JobView
+from dlrover_py.protocol.errors import ConfigError, UnreachableError
+from dlrover_py.protocol.job_view import JobView, LogTail
 from dlrover_py.protocol.local import METRICS_KEPT, History, ProgressSample
 from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.status import (
@@ -75,6 +77,8 @@ class OneJob:
     kept: list[EvidenceManifest] = field(default_factory=list)
     snapshot: NodeSnapshot | None = None
     of_name: Sequence[str] = ()
+    names: Sequence[str] = ("demo",)
+    said: LogTail | None = None
 
     def rows(self) -> Sequence[JobRow]:
         if self.problem is not None:
@@ -88,7 +92,7 @@ class OneJob:
         self.loads += 1
         if self.problem is not None:
             raise self.problem
-        if name != "demo":
+        if name not in self.names:
             raise ConfigError(f"job {name} is not known")
         return self.view, self.history
 
@@ -96,12 +100,13 @@ class OneJob:
         self.asked.append((name, action, value))
         return f"done: {value}"
 
-    def log_tail(self, name: str, node: str, rank: int | None) -> list[str]:
-        return [
+    def log_tail(self, name: str, node: str, rank: int | None) -> LogTail:
+        lines = [
             f"[{node} round 1 rank {number}] {self.view.reason}"
             for number in (0, 1)
             if rank in (None, number)
         ]
+        return self.said or LogTail(lines)
 
     def evidence(
         self, name: str, node: str
@@ -329,6 +334,35 @@ def test_the_output_of_a_node_is_of_the_rank_that_was_chosen() -> None:
         assert ('connect="log?rank=1"' in text) == (count == 1)
 
 
+def test_a_rank_can_be_chosen_only_where_the_output_names_it() -> None:
+    """The log of a Pod has all ranks of a node, so a page chose another node's."""
+    browser = Browser(OneJob(said=LogTail(["[n0] said"]))).enter()
+    for query in ("", "?rank=0"):
+        text = browser.call("GET", f"/jobs/demo/nodes/n0/{query}").text
+        assert "[n0] said" in text
+        assert "<select" not in text
+
+
+def test_the_last_look_at_a_job_is_made_once_for_all_its_viewers() -> None:
+    jobs = OneJob()
+    browser = Browser(jobs).enter()
+
+    async def ended() -> int:
+        told: list[list[Message]] = [[] for _ in range(3)]
+        streams = [
+            asyncio.create_task(browser.called("GET", "/jobs/demo/changes", stream=one))
+            for one in told
+        ]
+        while any(len(one) < 2 for one in told):
+            await asyncio.sleep(0)
+        before = jobs.loads
+        browser.board.close()
+        await asyncio.wait_for(asyncio.gather(*streams), 30)
+        return jobs.loads - before
+
+    assert asyncio.run(ended()) == 1
+
+
 def test_a_page_that_is_open_when_the_dashboard_ends_says_so_and_shows_the_end() -> None:
     def streamed(path: str) -> str:
         jobs = OneJob()
@@ -349,6 +383,7 @@ def test_a_page_that_is_open_when_the_dashboard_ends_says_so_and_shows_the_end()
     shown = streamed("/jobs/demo/changes")
     assert "demo has ended: Succeeded. This dashboard has ended, too." in shown
     assert '<hx-partial hx-target="#head" hx-swap="innerMorph">' in shown
+    assert shown.startswith("data: <title>demo: Succeeded, step "), "it stayed Running"
     assert "trained" in shown
     assert all(line.startswith("data:") for line in shown.strip().split("\n"))
     assert "To look again: dlrover dashboard<" in streamed("/over")
@@ -375,6 +410,10 @@ def test_the_page_of_a_job_has_links_to_its_other_runs() -> None:
     assert links[1] == "../demo%401/"
     assert ("aria-current", "page") in page.attributes
     assert "img" not in page.tags
+    browser.jobs.names = ("demo", "demo@0", "demo@1")
+    for name, marked in (("demo", 1), ("demo@1", 1), ("demo@0", 0)):  # the list has no demo@0
+        text = browser.call("GET", f"/jobs/{name}/").text
+        assert text.count('/" aria-current="page"') == marked, name
     browser.jobs.of_name = ["demo@1"]
     assert "Runs of this job" not in browser.call("GET", "/jobs/demo/").text
 
@@ -429,6 +468,138 @@ def test_each_line_is_new_once(written: list[tuple[int, int]], looks: list[int],
     assert sorted(told) == sorted(f"[n0 round 1 rank {file}] {text}" for file, text in written)
 
 
+@pytest.mark.parametrize(("length", "piece"), [(1, 1), (1, 116), (400, 1), (400, 116), (400, 4096)])
+def test_a_file_that_grows_in_any_pieces_tells_each_line_once(
+    tmp_path: Path, length: int, piece: int
+) -> None:
+    """All lines were told again after each line that was cut at the end or the start of a look."""
+    file = tmp_path / "n0" / "1" / "1" / "0" / "stdout.log"
+    file.parent.mkdir(parents=True)
+    lines = [f"{i} " + "x" * length for i in range(900)]
+    text = "".join(f"{line}\n" for line in lines).encode()
+    begin = len(text) - 20 * piece
+    before: Sequence[str] = ()
+    told = []
+    for end in range(begin, len(text) + 1, piece):
+        file.write_bytes(text[:end])
+        now = tail(tmp_path, LogQuery(node="n0"))
+        told += logs.added(before, now.lines)
+        before = now.lines
+        half = text[:end].rpartition(b"\n")[2].decode()
+        assert list(now.growing) == ([f"[n0 round 1 rank 0] {half}"] if half else [])
+    assert told == [f"[n0 round 1 rank 0] {line}" for line in lines[-len(told) :]]
+
+
+async def not_ended() -> bool:
+    return False
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_the_output_of_a_job_that_has_ended_is_looked_at_seldom(ended: bool) -> None:
+    """It was looked at for as long as its page was open."""
+
+    async def counted() -> list[int]:
+        closing, looks, at = asyncio.Event(), 0, []
+
+        async def tail() -> LogTail:
+            nonlocal looks
+            looks += 1
+            return LogTail(["[n0] said"])
+
+        async def has_ended() -> bool:
+            return ended
+
+        found = logs.changes(tail, has_ended, 0.001, closing, ping_s=0.01)
+        async with aclosing(found) as stream:
+            async for _ in stream:
+                at.append(looks)
+                if len(at) == 5:
+                    closing.set()
+        return [after - before for before, after in pairwise(at[1:])]
+
+    per_ping = asyncio.run(counted())
+    assert (per_ping == [1, 1, 1]) is ended
+    assert min(per_ping) > 1 or ended
+
+
+def test_the_output_is_looked_at_once_for_all_viewers() -> None:
+    async def counted() -> tuple[list[LogTail], int]:
+        looks = 0
+
+        async def look() -> LogTail:
+            nonlocal looks
+            looks += 1
+            await asyncio.sleep(0)
+            return LogTail([f"look {looks}"])
+
+        shared = logs.SharedLook(look, 3600)
+        leaves = asyncio.create_task(shared.newest())
+        viewers = [asyncio.create_task(shared.newest()) for _ in range(3)]
+        while not looks:
+            await asyncio.sleep(0)
+        leaves.cancel()
+        return [*await asyncio.gather(*viewers), await shared.newest()], looks
+
+    found, looks = asyncio.run(counted())
+    assert (looks, {*map(str, found)}) == (1, {str(LogTail(["look 1"]))})
+
+
+def test_a_line_that_grows_is_sent_alone() -> None:
+    """A progress bar, or points without a newline, had all lines sent again at each look."""
+    origin = "[n0 round 1 rank 0] "
+    looks = [
+        LogTail([]),
+        LogTail([], [f"{origin}."]),
+        LogTail([f"{origin}...."]),
+        LogTail([f"{origin}....", f"{origin}end"], [f"{origin}1 %"]),
+        LogTail([f"{origin}....", f"{origin}end"], [f"{origin}2 %"]),
+    ]
+
+    async def streamed() -> list[logs.LogChange | None]:
+        closing, left = asyncio.Event(), iter(looks)
+
+        async def tail() -> LogTail:
+            if (now := next(left, None)) is None:
+                closing.set()
+            return now or looks[-1]
+
+        return [change async for change in logs.changes(tail, not_ended, 0.001, closing)]
+
+    assert asyncio.run(streamed()) == [
+        logs.LogChange(looks[0], whole=True),
+        logs.LogChange(looks[1], whole=True),
+        logs.LogChange(looks[2], whole=True),
+        logs.LogChange(LogTail([f"{origin}end"], [f"{origin}1 %"]), whole=False),
+        logs.LogChange(LogTail([], [f"{origin}2 %"]), whole=False),
+    ]
+    shown = pages.render("log_part.html", log=looks[1], whole=True)
+    assert "There is none yet" not in shown
+    assert f'hx-target="#log-growing" hx-swap="innerHTML">{origin}.' in shown
+
+
+def test_a_stream_of_output_goes_on_while_looks_fail() -> None:
+    """A first look that failed broke the stream, and the page asked for it again at once."""
+    line = LogTail(["[n0 round 1 rank 0] said"])
+
+    async def streamed() -> list[logs.LogChange | None]:
+        closing, looks = asyncio.Event(), iter([None, None, line, None])
+
+        async def tail() -> LogTail:
+            if (look := next(looks, line)) is None:
+                raise UnreachableError("no answer")
+            return look
+
+        found = []
+        async with aclosing(logs.changes(tail, not_ended, 0.001, closing, ping_s=0.0)) as stream:
+            async for change in stream:
+                found.append(change)
+                if len(found) == 4:
+                    closing.set()
+        return found
+
+    assert asyncio.run(streamed()) == [None, None, logs.LogChange(line, whole=True), None]
+
+
 def test_lines_that_were_pushed_out_are_not_missed() -> None:
     lines = [f"[n0 round 1 rank 0] {i}" for i in range(30)]
     assert logs.added(lines[:20], lines[5:25]) == lines[20:25]
@@ -451,16 +622,39 @@ def test_an_action_needs_a_form_of_our_page() -> None:
         asked = browser.act(risky, csrf=csrf, value="<i>" if risky == "drain" else "1")
         assert 'role="alertdialog"' in asked.text
         assert "<i>" not in asked.text
-        assert 'name="sure" value="yes"' in asked.text
+        assert re.search(r'name="sure" value="\w{16}"', asked.text)
     assert "Scale demo from 2 to 1? 1 node less" in asked.text
     assert browser.act("suspend", sure="yes").status == 403
     assert "nothing was changed" in browser.call("GET", "/jobs/demo/actions/keep").text
     assert browser.jobs.asked == []
-    answer = browser.act("suspend", csrf=csrf, sure="yes")
+    answer = browser.act("suspend", csrf=csrf, sure=confirmed(browser.act("suspend", csrf=csrf)))
     assert ("done: " in answer.text, browser.jobs.asked.pop()) == (True, ("demo", "suspend", ""))
     answer = browser.act("scale", csrf=csrf, value="<b>3")
     assert (answer.status, browser.jobs.asked) == (200, [("demo", "scale", "<b>3")])
     assert "done: &lt;b&gt;3" in answer.text
+
+
+def confirmed(asked: Answer) -> str:
+    """What a form sends that confirms an action."""
+    found = re.search(r'name="sure" value="(\w+)"', asked.text)
+    assert found is not None
+    return found[1]
+
+
+@pytest.mark.parametrize("change", [{"desired": 64}, {"started_at": AT}])
+def test_what_is_confirmed_is_what_was_asked(change: dict[str, float]) -> None:
+    """A job that had 64 nodes by then was scaled to 1, as was confirmed for 2."""
+    browser = Browser().enter()
+    csrf, jobs = browser.access.csrf, browser.jobs
+    sure = confirmed(browser.act("scale", csrf=csrf, value="1"))
+    assert jobs.view.status is not None
+    now = jobs.view.status.model_copy(update=change)
+    jobs.view = replace(jobs.view, status=now)
+    again = browser.act("scale", csrf=csrf, value="1", sure=sure)
+    assert f"Scale demo from {now.desired} to 1?" in again.text
+    assert jobs.asked == []
+    browser.act("scale", csrf=csrf, value="1", sure=confirmed(again))
+    assert jobs.asked == [("demo", "scale", "1")]
 
 
 def test_an_error_is_shown_in_words() -> None:
@@ -878,6 +1072,13 @@ def test_goodput_over_time_is_a_curve_with_its_ceiling_and_a_number_in_the_files
     assert "<title>at most 90.0 could be reached</title>" in text
     assert 'aria-label="goodput over time in %"' in text
     assert "<polyline" not in pages.section("time", replace(page, history=History()))
+    later = goodput.model_copy(update={"share": 0.25})  # it has stood still since the last step
+    for ended in (None, AT + 99):
+        changes = {"goodput": later, "published_at": AT + 99, "ended_at": ended}
+        still = replace(page.view, status=shown.model_copy(update=changes))
+        text = pages.section("time", replace(page, view=still))
+        (line,) = re.findall(r'<polyline points="([^"]*)"', text)
+        assert float(line.split()[-1].split(",")[1]) == 10 + pictures.CURVE_HEIGHT * 0.75
     assert curves.as_csv(kept).splitlines()[2].split(",")[5] == "0.5"
     assert curves.as_csv(kept).splitlines()[1].split(",")[5] == ""
 

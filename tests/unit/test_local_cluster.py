@@ -108,6 +108,23 @@ def test_a_runtime_folder_that_was_removed_is_made_again(tmp_path: Path, gone: s
     assert not paths.runtime.exists(), "the job has ended"
 
 
+def test_the_run_that_goes_on_can_be_changed_by_its_own_name(tmp_path: Path) -> None:
+    """Its page could be opened by this name, and each action on it failed."""
+    cluster = prepared(tmp_path, run="@2")
+    settings = Settings(tmp_path / "run", tmp_path / "state", {})
+    earlier = tmp_path / "state" / "job@1"
+    earlier.mkdir()
+    (earlier / STATUS_FILE).write_text("{}")
+    try:
+        assert find_to_change(settings, "job@2").name == "job"
+        with pytest.raises(JobNotFoundError, match="run job@1 has ended"):
+            find_to_change(settings, "job@1")
+        with pytest.raises(JobNotFoundError, match="run job@3 is not known"):
+            find_to_change(settings, "job@3")
+    finally:
+        cluster.close()
+
+
 def test_a_job_whose_folder_was_removed_is_told_as_that(tmp_path: Path) -> None:
     cluster = prepared(tmp_path, run="@1")
     paths = cluster.paths
@@ -115,7 +132,7 @@ def test_a_job_whose_folder_was_removed_is_told_as_that(tmp_path: Path) -> None:
     try:
         shutil.rmtree(paths.runtime)
         for find in (find_to_read, find_to_change):
-            for name in ("job", None):
+            for name in ("job", "job@1", None):
                 with pytest.raises(JobUnreachableError, match="job runs, but no command reaches"):
                     find(settings, name)
         assert issubclass(JobUnreachableError, JobNotFoundError), "a cluster is searched, too"

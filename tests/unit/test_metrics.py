@@ -11,9 +11,10 @@ from dlrover_py.master.app import certificate_end
 from dlrover_py.master.core.events import Kind
 from dlrover_py.master.server import job_metrics
 from dlrover_py.protocol.agents import FailureClass
-from dlrover_py.protocol.reasons import ConditionType
+from dlrover_py.protocol.reasons import ConditionType, EventReason
 from dlrover_py.protocol.status import (
     GoodputStatus,
+    JobEvent,
     JobPhase,
     JobStatus,
     LastCheckpoint,
@@ -71,6 +72,41 @@ def test_a_job_that_never_stored_a_checkpoint_has_an_age_too_if_it_takes_any() -
         ({"last_checkpoint": stored}, 60.0),
     ):
         assert values(bare.model_copy(update=changes), name) == {"": age}
+
+
+def test_time_without_training_is_no_time_without_a_checkpoint() -> None:
+    """The alert fired for jobs that had waited for nodes, or had been suspended, for hours."""
+    name, at = "dlrover_checkpoint_unstored_seconds", 20_000.0
+    waited = {"infrastructure_initialization": 10_800.0, "suspended": 500.0}
+    last = LastCheckpoint(step=3, where="memory", at=at)
+
+    def event(number: int, reason: EventReason, when: float) -> JobEvent:
+        return JobEvent(id=number, at=when, reason=reason, message="")
+
+    rested = [
+        event(1, EventReason.SUSPENDED, 6000.0),
+        event(2, EventReason.ROUND_FORMED, 6500.0),
+        event(3, EventReason.SUSPENDED, 9000.0),
+        event(4, EventReason.RESUMED, 19_000.0),
+        event(5, EventReason.ROUND_FORMED, 19_900.0),
+    ]
+    begun = status(JobPhase.RUNNING).model_copy(
+        update={"started_at": 5000.0, "published_at": at, "last_checkpoint": last}
+        | {"goodput": GoodputStatus(wall_s=15_000.0, seconds=waited), "events": rested}
+    )
+    for stored_at, age in (
+        (None, 3700.0),
+        (4000.0, 3700.0),  # of an earlier run
+        (6200.0, 20_000 - 6200 - 300 - 10_900.0),
+        (8900.0, 200.0),
+        (10_000.0, 100.0),
+        (19_950.0, 50.0),
+    ):
+        kept = last.model_copy(update={"stored_step": 1, "stored_at": stored_at})
+        assert values(begun.model_copy(update={"last_checkpoint": kept}), name) == {"": age}
+    resting = begun.model_copy(update={"events": rested[:3]})
+    kept = last.model_copy(update={"stored_step": 1, "stored_at": 8900.0})
+    assert values(resting.model_copy(update={"last_checkpoint": kept}), name) == {"": 100.0}
 
 
 def test_the_loads_of_servers_are_summed_up() -> None:

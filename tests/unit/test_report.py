@@ -200,6 +200,32 @@ def test_who_was_in_each_round_and_why_it_ended_is_told(known: int) -> None:
     assert text == (every[1:] if known else every)
 
 
+@pytest.mark.parametrize("phase", [JobPhase.SUSPENDED, JobPhase.FORMING, JobPhase.RUNNING])
+def test_a_round_ends_when_the_job_is_suspended(phase: JobPhase) -> None:
+    """It lasted until the next round, which may be days later, because "the job is resumed"."""
+    story = [
+        *ROUNDS,
+        event(11, "Suspended", 14, "spec.suspend is true"),
+        event(12, "Resumed", 18, "the job is resumed"),
+        event(13, "RoundFormed", 19, "round 4: 1 node, 1 worker (joined: n0)", cause=12),
+    ]
+    known = {JobPhase.SUSPENDED: 9, JobPhase.FORMING: 10, JobPhase.RUNNING: 11}[phase]
+    job = told(phase).model_copy(update={"reason": "1 of 2 nodes (resumed)", "ended_at": None})
+    found = round_timelines(job, with_node_and_round(story[:known]), AT + 20)
+    text = [(r.number, r.until - AT, r.ended) for r in found[2:]]
+    assert text == [(3, 14, "spec.suspend is true"), (4, 20, "")][: 1 + (known == 11)]
+
+
+def test_a_round_whose_loss_leaves_too_few_nodes_has_ended_then() -> None:
+    lost = f"node n0 was {LOST}"
+    story = [*ROUNDS, event(11, "NodeLost", 13, lost, node="n0", warning=True)]
+    job = told(JobPhase.FORMING).model_copy(
+        update={"reason": f"2 of at least 3 nodes are ready ({lost})", "ended_at": None}
+    )
+    last = round_timelines(job, with_node_and_round(story), AT + 20)[-1]
+    assert (last.number, last.until - AT, last.ended) == (3, 13, lost)
+
+
 def test_members_that_no_event_names_are_only_counted() -> None:
     story = [
         event(1, "RoundFormed", 1, "round 7: 40 nodes, 40 workers (joined: n0, n1 and 1 more)"),
@@ -208,6 +234,26 @@ def test_members_that_no_event_names_are_only_counted() -> None:
     ]
     found = round_timelines(told(), with_node_and_round(story), AT + 20)
     assert [r.who for r in found] == ["n0, n1 and 38 more", "not known", ""]
+
+
+def test_a_list_that_is_cut_tells_nothing_of_the_members_of_other_rounds() -> None:
+    """After 20 of 40 nodes had left, four of them were named as members of the next round."""
+    first = [f"n{i}" for i in range(16)]
+    gone = ", ".join(f"n{i}" for i in range(8, 24))
+    story = [
+        event(1, "RoundFormed", 1, f"round 1: 16 nodes, 16 workers (joined: {', '.join(first)})"),
+        event(2, "RoundFormed", 2, f"round 2: 8 nodes, 8 workers (left: {gone} and 4 more)"),
+        event(3, "RoundFormed", 3, "round 3: 9 nodes, 9 workers (joined: n50)"),
+        event(4, "RoundFormed", 4, "round 4: 1 node, 1 worker (joined: n60; left: n1)"),
+        event(5, "RoundFormed", 5, "round 5: 3 nodes, 3 workers (joined: n61)"),
+    ]
+    job = told(JobPhase.RUNNING)
+    nodes = [job.nodes[0].model_copy(update={"id": n, "node_rank": 0}) for n in ("a", "b", "n61")]
+    job = job.model_copy(update={"round": 5, "nodes": nodes})
+    found = round_timelines(job, with_node_and_round(story), AT + 20)
+    assert [r.who for r in found] == [
+        ", ".join(first), "not known", "n50 and 8 more", "n60", "a, b, n61",
+    ]  # fmt: skip
 
 
 def test_scalings_checkpoints_and_terms_are_marks_in_the_picture_and_rounds_a_table() -> None:
