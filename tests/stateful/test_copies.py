@@ -91,8 +91,8 @@ class Site:
     def close(self, *, failed: bool) -> None:
         pass
 
-    def gather(self, mine: ReplicaMarks) -> list[ReplicaMarks]:
-        return self.said
+    def gather(self, mine: list[Any]) -> list[list[Any]]:
+        return [one.plain() for one in self.said]
 
     def amend(self, change: Callable[[SlotHeader], SlotHeader]) -> None:
         self.node.slots |= {n: change(s) for n, s in self.node.slots.items() if n in self._names}
