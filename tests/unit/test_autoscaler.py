@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from dlrover_py.master.core.autoscaler import CANDIDATES, candidate_sizes
+from dlrover_py.master.core.autoscaler import CANDIDATES, SOONEST_S, candidate_sizes
 from dlrover_py.master.core.events import RoomSeen, Rules
 from dlrover_py.protocol.agents import LoaderState
 from dlrover_py.protocol.errors import ConfigError
@@ -146,6 +146,19 @@ def test_a_lost_host_is_waited_for_and_not_for_ever(replicas: int) -> None:
     assert bench.job.state.scaling.target == 3
     assert "4→3: 1 node did not come" in [event.message for event in bench.job.state.events]
     assert len(bench.pods) == 3
+
+
+def test_a_lost_host_without_a_smaller_allowed_size_is_waited_for_quietly() -> None:
+    spec = elastic_job(
+        4, 2, maxReplicas=8, autoscale={"mode": "auto", "nodeUnit": 4, "scaleUpDelaySeconds": 1}
+    )
+    bench = started(spec, capacity=4)
+    bench.set_capacity(3)
+    bench.kill(NodeId(bench.members[-1]))
+    bench.settle()
+    train(bench, 40)
+    assert (len(bench.members), condition(bench).message) == (3, "3 of 4 nodes train")
+    assert bench.wake_at > bench.now + 2 * SOONEST_S
 
 
 def train_evenly(bench: Bench, seconds: int, *, loader: bool) -> None:

@@ -1,5 +1,6 @@
 """The size that a job chooses: properties of the decision on curves of every shape."""
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -264,6 +265,15 @@ def test_lost_nodes_are_waited_for_and_not_for_ever() -> None:
         run.hosts = 4
         run.ticks(3600)
         assert run.size == 4, "it tries again"
+
+
+def test_without_a_smaller_allowed_size_no_time_is_named_for_lost_nodes() -> None:
+    record = ScalingRecord(target=4)
+    record.observe(3, 4, NOW)
+    view = replace(Run(law(0.0), [4, 8], record=record).view(), size=3, now=NOW + 1e4)
+    found = decide(record, view, Wish())
+    assert (found.target, found.reason) == (4, "3 of 4 nodes train")
+    assert found.again_at == math.inf
 
 
 def test_a_script_that_becomes_slower_keeps_its_size() -> None:

@@ -83,7 +83,7 @@ class Autoscaler:
             record.trial = None
             self.state.changed()
         self._again_at = math.inf
-        if decision.again_at < math.inf:
+        if view.now < decision.again_at < math.inf:
             wait_s = max(SOONEST_S, decision.again_at - view.now)
             self._again_at = self.live.now + wait_s
             self.live.wake(self._again_at)

@@ -425,12 +425,7 @@ def _given_back(record: ScalingRecord, view: View) -> Decision | None:
     """
     if view.now < _wait_of(record, view):
         return None
-    trial = record.trial
-    start = trial.start if trial is not None and trial.goal == view.target else 0
-    fits = [n for n in view.sizes if n <= max(view.size, start)]
-    back = fits[-1] if fits else view.sizes[0]
-    if back >= view.target:
-        return None
+    back = _reached(record, view)
     missing = view.target - view.size
     text = f"{view.target}→{back}: {counted(missing, 'node')} did not come"
     wait_s = float(2 * WAITS * view.spec.scale_up_delay_seconds)
@@ -438,12 +433,20 @@ def _given_back(record: ScalingRecord, view: View) -> Decision | None:
 
 
 def _wait_of(record: ScalingRecord, view: View) -> float:
-    """Return when missing nodes are given up."""
+    """Return when missing nodes are given up; infinity if no smaller size can be given back."""
     if not 0 < view.size < view.target or view.coming or view.spec.mode != "auto":
         return math.inf
-    if record.short_since is None:
+    if record.short_since is None or _reached(record, view) >= view.target:
         return math.inf
     return min(record.short_since, view.now) + WAITS * view.spec.scale_up_delay_seconds
+
+
+def _reached(record: ScalingRecord, view: View) -> int:
+    """Return the greatest allowed size for which there are nodes, or the one before a growth."""
+    trial = record.trial
+    start = trial.start if trial is not None and trial.goal == view.target else 0
+    fits = [n for n in view.sizes if n <= max(view.size, start)]
+    return fits[-1] if fits else view.sizes[0]
 
 
 def _verified(record: ScalingRecord, view: View, model: SpeedModel) -> Decision | bool:
