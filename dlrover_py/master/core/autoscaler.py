@@ -13,6 +13,7 @@ from dlrover_py.protocol.job import ReplicaSpec
 from dlrover_py.protocol.names import Round
 from dlrover_py.protocol.reasons import ConditionReason, EventReason
 from dlrover_py.protocol.status import JobPhase, MeasuredSpeed
+from dlrover_py.protocol.words import counted
 
 GLOBAL_BATCH = "global_batch"
 """Metric of ``report_step`` with the samples of a step; speeds are then samples per second. Without
@@ -65,6 +66,7 @@ class Autoscaler:
             *(
                 self._round,
                 view.target,
+                view.sizes,
                 view.size,
                 view.steady,
                 view.room,
@@ -93,6 +95,10 @@ class Autoscaler:
             return False
         if changes:
             self._carry_out(decision, view)
+        granted = self.live.spec.allocation
+        if granted is not None and record.target is not None and granted.nodes < record.target:
+            text = f"the cluster allots {granted.nodes} of {counted(record.target, 'node')}"
+            decision = replace(decision, reason=f"{text} ({granted.reason}); {decision.reason}")
         self.live.scaling_reason = decision.why, decision.reason
         if record.contested_until(view.now):
             text = (
@@ -163,7 +169,7 @@ class Autoscaler:
             record.follow(worker.replicas, self.live.steady_wall)
             self._wish.size = 0
             self.state.changed()
-        self.live.target = record.target
+        self.live.target = None if record.target is None else self._within(record.target)
         return True
 
     def _view(self) -> View:
@@ -188,6 +194,7 @@ class Autoscaler:
                 self._note_speed(size, self._batch)
         batch = self._batch
         target = worker.replicas if record.target is None else record.target
+        target = self._within(target)
         if record.observe(size, target, live.steady_wall):
             state.changed()
         remaining = None
@@ -217,6 +224,17 @@ class Autoscaler:
         """Return the sizes that the allocation permits, and at least the least one."""
         most = self.live.spec.most_nodes
         return sizes if most is None else tuple(n for n in sizes if n <= most) or sizes[:1]
+
+    def _within(self, target: int) -> int:
+        """Return the greatest size up to the target that the allocation permits.
+
+        The chosen size itself stays in the record: the job takes it once more nodes are allotted.
+        """
+        worker, most = self.live.spec.worker, self.live.spec.most_nodes
+        if most is None or target <= most:
+            return target
+        unit = (worker.scaling and worker.scaling.node_unit) or worker.node_unit
+        return self._allowed(candidate_sizes(worker, most // unit * unit))[-1]
 
     def _coming(self) -> bool:
         """Return whether nodes are starting or being prepared, or a round is about to be formed."""
@@ -299,10 +317,6 @@ class Autoscaler:
 
     def _carry_out(self, decision: Decision, view: View) -> None:
         """Change the target, and record the event that causes the next round."""
-        granted = self.live.spec.allocation
-        if granted is not None and granted.nodes < view.target:
-            text = f"{view.target}→{decision.target}: the cluster allots {granted.nodes}"
-            decision = replace(decision, reason=f"{text} ({granted.reason})")
         self.state.scaling.move(decision, view)
         self.live.target = self.state.scaling.target
         self._wish.size = 0
