@@ -200,6 +200,26 @@ def test_a_number_of_samples_in_some_reports_only_is_kept() -> None:
     assert {n: round(one.speed, -2) for n, one in known.items()} == {2: 1300}
 
 
+@pytest.mark.parametrize("batch", [1e308, 1e200, 5e-324, -1.0])
+def test_an_impossible_number_of_samples_is_ignored(batch: float) -> None:
+    """Steps are counted, and the job is scaled by them."""
+    bench = started(scaling_job())
+    for _ in range(40):
+        for agent in bench.living():
+            if agent.running:
+                step = agent.progress.step if agent.progress else 0
+                agent.reach(step + 10 * len(bench.members))
+                assert agent.progress is not None
+                metrics = {"global_batch": batch}
+                agent.progress = agent.progress.model_copy(
+                    update={"metrics": metrics, "total": 10_000}
+                )
+        bench.pass_time(1.0)
+        bench.settle()
+    known = bench.job.state.scaling.samples
+    assert {n: round(one.speed) for n, one in known.items()} == {2: 20, 4: 40}
+
+
 def test_another_template_drops_the_measured_speeds() -> None:
     bench = started(scaling_job())
     train(bench, 40)

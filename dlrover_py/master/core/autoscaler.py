@@ -18,6 +18,9 @@ from dlrover_py.protocol.words import counted
 GLOBAL_BATCH = "global_batch"
 """Metric of ``report_step`` with the samples of a step; speeds are then samples per second. Without
 it, the number that an ``ElasticLoader`` reports is used."""
+SAMPLES = (1e-15, 1e15)
+"""Least and greatest number of samples of a step. Other numbers are mistakes and are ignored: the
+speeds that follow from them could not be computed with."""
 UNKNOWN = 3
 """Measurements of a round after which a script that says nothing of samples counts steps, although
 it has reported samples in an earlier round."""
@@ -255,13 +258,13 @@ class Autoscaler:
             self.state.changed()
 
     def _note_batch(self, reported: float) -> None:
-        """Take in how many samples a step has; a report without the number changes nothing.
+        """Take in how many samples a step has; a report without a usable number changes nothing.
 
         Args:
             reported: The number in the newest metrics; 0 if there is none.
         """
         number, samples = self.live.loader_batch
-        if reported > 0:
+        if SAMPLES[0] <= reported <= SAMPLES[1]:
             self._batch = reported
         elif not self._batch and number == self.state.round:
             self._batch = float(samples)
