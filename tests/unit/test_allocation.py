@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from dlrover_py.allocator import demand_of
 from dlrover_py.master.core.events import JobChanged, NodeSeen, Rules
 from dlrover_py.protocol.autoscale import NodeAllocation
 from dlrover_py.protocol.errors import ConfigError
@@ -140,6 +141,19 @@ def test_a_job_that_scales_by_itself_takes_replicas_once_they_are_allotted() -> 
     assert not bench.pods
     allocate(bench, 8)
     assert len(bench.members) == 8
+
+
+def test_sizes_that_are_only_advised_limit_no_allocation() -> None:
+    """The allocator, queues and the suspension count with the sizes that the master takes."""
+    settings = {"mode": "advise", "sizes": [4, 8]}
+    spec = elastic_job(6, 2, maxReplicas=8, autoscale=settings)
+    bench = started(spec.allocated(NodeAllocation(nodes=3)))
+    assert len(bench.members) == 3, "3 nodes are enough for minReplicas"
+    demand = demand_of(spec, None, queued_at=0.0, size=0)
+    assert (demand.least, demand.most, demand.fit(5)) == (2, 6, 5)
+    acts = elastic_job(6, 2, maxReplicas=8, autoscale=settings | {"mode": "auto"})
+    demand = demand_of(acts, None, queued_at=0.0, size=0)
+    assert (demand.least, demand.most, demand.fit(5)) == (4, 8, 4)
 
 
 def test_an_allocation_is_read_from_the_status_and_not_from_a_file() -> None:
