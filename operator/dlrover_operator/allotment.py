@@ -35,9 +35,9 @@ jobs keep their sizes. Kubernetes itself waits for 300 seconds before it ends th
 NO_HOSTS = "no host that is shared exists; check the label selector of the allocator"
 """Reason while no host matches: the hosts have not all vanished at the same moment."""
 UNREADABLE = "the status of the job cannot be understood"
+"""Reason of a job that is left out, because something in its object has another form."""
 FAULTS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """What a malformed document of a job raises where it is read."""
-"""Reason of a job that is left out, because something in its object has another form."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -307,6 +307,31 @@ def test_a_growth_whose_gain_is_not_clear_is_measured_longer() -> None:
     assert slow.reason.endswith("is not clear yet: the steps are slow")
 
 
+def test_one_node_more_or_less_is_told_in_the_singular() -> None:
+    record = ScalingRecord(target=5, trial=Trial(4, 5, NOW))
+    record.samples = {4: Sample(10.0, NOW - 60, 0.03), 5: Sample(9.9, NOW + 60, 0.03)}
+    view = Run(law(0.0), [4, 5], record=record, now=NOW + 60).view()
+    unclear = decide(record, view, Wish())
+    assert unclear.reason.startswith("whether 1 more node is worth it is not clear yet: ")
+    back = decide(record, replace(view, now=unclear.again_at), Wish())
+    assert back.reason == "5→4: 1 more node added -1 %"
+    record.trial = None
+    fewer = decide(record, view, Wish(4, NOW - 1e4))
+    assert fewer.reason == "5→4: 1 node adds -1 %"
+
+
+def test_a_global_batch_that_is_too_small_for_more_nodes_is_the_reason() -> None:
+    record = ScalingRecord(target=4, samples={4: Sample(10.0, NOW)})
+    view = Run(law(0.0), [4, 8], record=record).view()
+    found = decide(record, replace(view, most=7), Wish())
+    assert found.reason == (
+        "not scaled: the global batch has no samples for the workers of more nodes"
+    )
+    record.bans[8] = Ban(NOW + 60)
+    found = decide(record, replace(view, most=8), Wish())
+    assert found.reason.endswith("are not tried again for a while")
+
+
 def test_another_template_begins_anew() -> None:
     run = Run(law(0.0), [4, 8]).hours(1)
     run.record.renew("a")
