@@ -397,10 +397,14 @@ def _admitted(
     left, stable_left = total, stable
     running = sum(demand.least for demand in order if _has_nodes(demand))
     """Minima of the jobs with nodes that follow: no standby is worth one of them."""
+    urgent = -math.inf
+    """Highest priority of the jobs that get a minimum here and do not have it yet."""
     for demand in order:
         least, has_nodes = demand.least, _has_nodes(demand)
-        # A job that starts must have room for its standbys, because it creates them at once.
-        needs = least if has_nodes else least + demand.standbys
+        # A job that starts must have room for its standbys, because it creates them at once. Those
+        # that exist end with their job alone, so no other job could start in their place.
+        fixed = demand.standing if urgent > demand.priority else 0
+        needs = least + (fixed if has_nodes else demand.standbys)
         running -= least if has_nodes else 0
         on_stable = demand.spot_policy == "onDemandMin"
         room = min(left, stable_left) if on_stable else left
@@ -421,8 +425,10 @@ def _admitted(
             if needs <= possible and abs(now - demand.waits_since) > PATIENCE_S:
                 first = first or demand
             continue
+        if demand.size < least:
+            urgent = max(urgent, demand.priority)
         left -= least
-        standing = min(demand.standbys, max(0, left - running if has_nodes else left))
+        standing = min(demand.standbys, max(fixed, left - running if has_nodes else left))
         left -= standing
         # What may be on any host leaves the stable ones to those that need them, if it can.
         stable_left = stable_left - least if on_stable else min(stable_left, left)
@@ -443,7 +449,9 @@ def _fitted(shares: Mapping[str, _Share], total: int) -> int:
 
     Those of low priority are taken first, and among them those whose loss is least.
     """
-    free = total - sum(share.nodes + share.standbys for share in shares.values())
+    # Standbys that exist take room, also those that the minima of others have left none for.
+    taken = (share.nodes + max(share.standbys, share.demand.standing) for share in shares.values())
+    free = total - sum(taken)
     newest = next((n for n, s in reversed(list(shares.items())) if not s.start), "")
     heap = [
         (share.demand.priority, _loss(share), index, share)
@@ -458,7 +466,7 @@ def _fitted(shares: Mapping[str, _Share], total: int) -> int:
         share.nodes, share.taker, share.forced = smaller, newest, True
         if share.fewer() < share.nodes:
             heapq.heappush(heap, (priority, _loss(share), index, share))
-    return free
+    return max(0, free)
 
 
 def _loss(share: _Share) -> float:

@@ -51,7 +51,8 @@ class AutoscaleSpec(BaseModel):
     sizes: Annotated[
         list[Annotated[int, Field(ge=1, le=100_000)]] | None, Field(min_length=1, max_length=64)
     ] = None
-    """The only sizes that a round may have, in nodes. If absent, all multiples of ``nodeUnit``."""
+    """The only sizes that a round may have, in nodes. If absent, all multiples of ``nodeUnit``. In
+    the mode ``advise``, they limit the advice alone."""
     node_unit: Annotated[int, Field(ge=1, le=100_000)] | None = None
     """Sizes that are chosen are a multiple of this. If absent, the role's ``nodeUnit``."""
     max_resizes_per_hour: Annotated[int, Field(ge=1, le=60)] = 6

@@ -337,9 +337,14 @@ class ReplicaSpec(Role):
 
     @property
     def allowed_sizes(self) -> tuple[int, ...]:
-        """Return the only sizes that a round may have, ascending; empty for all multiples."""
+        """Return the only sizes that a round may have, ascending; empty for all multiples.
+
+        Advice changes no size, so only the mode ``auto`` limits the sizes.
+        """
         scaling = self.scaling
-        return tuple(sorted(set(scaling.sizes))) if scaling and scaling.sizes else ()
+        if scaling is None or scaling.mode != "auto" or scaling.sizes is None:
+            return ()
+        return tuple(sorted(set(scaling.sizes)))
 
     @property
     def least(self) -> int:

@@ -35,9 +35,9 @@ jobs keep their sizes. Kubernetes itself waits for 300 seconds before it ends th
 NO_HOSTS = "no host that is shared exists; check the label selector of the allocator"
 """Reason while no host matches: the hosts have not all vanished at the same moment."""
 UNREADABLE = "the status of the job cannot be understood"
+"""Reason of a job that is left out, because something in its object has another form."""
 FAULTS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """What a malformed document of a job raises where it is read."""
-"""Reason of a job that is left out, because something in its object has another form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +67,13 @@ class Host:
     """Unix time at which it became not ready; None if it is ready, or cordoned."""
 
     def lost_in(self, now: float) -> float:
-        """Return after how many seconds it counts as lost; 0 if it does not count any more."""
-        if self.lost_at is None or not 0 <= now - self.lost_at < LOST_S:
+        """Return after how many seconds it counts as lost; 0 if it does not count any more.
+
+        The clock of the program that has dated the loss may be ahead of ``now`` a little.
+        """
+        if self.lost_at is None or not -LOST_S < now - self.lost_at < LOST_S:
             return 0.0
-        return self.lost_at + LOST_S - now
+        return min(LOST_S, self.lost_at + LOST_S - now)
 
     @classmethod
     def of(cls, obj: Obj, slot: Mapping[str, Decimal]) -> Self:

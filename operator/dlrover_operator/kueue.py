@@ -415,7 +415,8 @@ class _Decision:
         """Return the number of nodes for which a job asks.
 
         A job that scales by itself asks for what it may use soon: the nodes that its master wants,
-        or the larger size that its measured speeds recommend. Quota without Pods would be lost to
+        or the larger size that its measured speeds recommend. With a deadline it is the next larger
+        size, because only the master knows which one is enough. Quota without Pods would be lost to
         all others.
 
         Args:
@@ -429,12 +430,14 @@ class _Decision:
             return min(most, max(demand.least, demand.fit(max(job.worker.replicas, self._wanted))))
         size = min(most, max(demand.least, demand.fit(self._wanted)))
         top = min(most, max(size, demand.most))
-        if scaling.objective != "throughput":
-            return top
         sizes = [size]
         while sizes[-1] < top:  # by a tenth, or to the next size
             larger = max(demand.after(sizes[-1]), demand.fit(sizes[-1] * 11 // 10))
             sizes.append(min(larger, top))
+        if scaling.objective != "throughput":
+            if scaling.deadline is not None:
+                return sizes[min(1, len(sizes) - 1)]
+            return min(sizes, key=lambda n: n / demand.speed(n))
         best = max(map(demand.speed, sizes))
         enough = next(n for n in sizes if demand.speed(n) * (1 + scaling.min_gain / 4) >= best)
         gain = demand.speed(enough) / demand.speed(size) - 1

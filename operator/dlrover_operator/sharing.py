@@ -1,6 +1,7 @@
 """What the operator observes, beside jobs, to share hosts among them: hosts and workers' Pods."""
 
 import asyncio
+import bisect
 import math
 from collections.abc import Callable, Iterable
 
@@ -44,6 +45,8 @@ class Sharing:
         self._shared, self._scopes = shared, scopes
         self._views = Views(api, changed=changed, failed=failed)
         self._reasons_at = 0.0
+        self._reason_of: Key = ("", "")
+        """The job whose reason was written last. The next portion begins after it."""
         self.again_s = math.inf
         """Seconds until the next decision if nothing changes."""
 
@@ -94,16 +97,20 @@ class Sharing:
     ) -> dict[Key, NodeAllocation]:
         """Return what is written now: all numbers, and then some of the changed reasons.
 
+        Reasons may change faster than they are written. So the portions go round all jobs.
+
         Args:
             found: the allocations that must change.
             now: Unix time.
         """
         numbers = {key: one for key, one in found.items() if one.since == now}
-        reasons = [key for key in found if key not in numbers]
+        reasons = sorted(key for key in found if key not in numbers)
         early = abs(now - self._reasons_at) < REASONS_S
         if reasons and (early or len(reasons) > REASONS):
             self.again_s = min(self.again_s, REASONS_S)
         if early or not reasons:
             return numbers
-        self._reasons_at = now
-        return numbers | {key: found[key] for key in reasons[:REASONS]}
+        first = bisect.bisect_right(reasons, self._reason_of)
+        chosen = [*reasons[first:], *reasons[:first]][:REASONS]
+        self._reasons_at, self._reason_of = now, chosen[-1]
+        return numbers | {key: found[key] for key in chosen}

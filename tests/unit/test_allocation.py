@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from dlrover_py.allocator import demand_of
 from dlrover_py.master.core.events import JobChanged, NodeSeen, Rules
 from dlrover_py.protocol.autoscale import NodeAllocation
 from dlrover_py.protocol.errors import ConfigError
@@ -107,9 +108,9 @@ def test_a_job_that_scales_by_itself_stays_below_its_allocation() -> None:
     bench = started(elastic_job(4, 1, maxReplicas=8, autoscale=settings))
     allocate(bench, 2, "4→2: other gets them")
     assert len(bench.members) == 2
-    assert bench.job.state.scaling.target == 2
-    events = [e.message for e in bench.job.state.events if e.reason == "ScaledDown"]
-    assert events == ["4→2: the cluster allots 2 (4→2: other gets them)"]
+    assert bench.job.live.target == 2
+    assert message(bench).startswith("the cluster allots 2 of 4 nodes (4→2: other gets them); ")
+    assert "ScaledDown" not in bench.reasons(), "the job itself has not chosen that"
     for _ in range(20):
         for agent in bench.living():
             if agent.running:
@@ -121,6 +122,38 @@ def test_a_job_that_scales_by_itself_stays_below_its_allocation() -> None:
     speed = bench.job.status(bench.now, WALL + bench.now).speed
     assert speed is not None
     assert speed.most == 2
+    assert bench.job.state.scaling.target == 4
+
+
+def test_a_job_that_scales_by_itself_takes_replicas_once_they_are_allotted() -> None:
+    """A queue admits the minimum first, and then step after step."""
+    settings = {"mode": "auto", "scaleUpDelaySeconds": 1}
+    spec = elastic_job(8, 2, unit=2, maxReplicas=8, autoscale=settings)
+    bench = started(spec.allocated(NodeAllocation(nodes=2, reason="the base")))
+    assert len(bench.members) == 2
+    bench.restart_master()
+    bench.settle()
+    allocate(bench, 5)
+    assert len(bench.members) == 4
+    allocate(bench, 8)
+    assert len(bench.members) == 8
+    allocate(bench, 0)
+    assert not bench.pods
+    allocate(bench, 8)
+    assert len(bench.members) == 8
+
+
+def test_sizes_that_are_only_advised_limit_no_allocation() -> None:
+    """The allocator, queues and the suspension count with the sizes that the master takes."""
+    settings = {"mode": "advise", "sizes": [4, 8]}
+    spec = elastic_job(6, 2, maxReplicas=8, autoscale=settings)
+    bench = started(spec.allocated(NodeAllocation(nodes=3)))
+    assert len(bench.members) == 3, "3 nodes are enough for minReplicas"
+    demand = demand_of(spec, None, queued_at=0.0, size=0)
+    assert (demand.least, demand.most, demand.fit(5)) == (2, 6, 5)
+    acts = elastic_job(6, 2, maxReplicas=8, autoscale=settings | {"mode": "auto"})
+    demand = demand_of(acts, None, queued_at=0.0, size=0)
+    assert (demand.least, demand.most, demand.fit(5)) == (4, 8, 4)
 
 
 def test_an_allocation_is_read_from_the_status_and_not_from_a_file() -> None:

@@ -267,6 +267,57 @@ def test_standbys_are_taken_from_the_surplus_and_return_when_there_is_room() -> 
     assert nodes(allocate([a, b], [Pool(name="p", nodes=3)], NOW)) == {"a": 2, "b": 1}
 
 
+def test_a_job_of_higher_priority_does_not_wait_for_a_standby() -> None:
+    a = job("a", 2, 2, granted=2, standbys=1, standing=1)
+    b = job("b", 2, 2, priority=1)
+    four = [Pool(name="p", nodes=4)]
+    found = allocate([a, b], four, NOW)
+    assert nodes(found) == {"a": 0, "b": 0}
+    assert found["a"].reason == "2→0: it needs 3 nodes with 1 standby, and 2 are left by other jobs"
+    assert found["b"].reason == "0→2: waits until other jobs have given 1 node back"
+    ending = replace(a, granted=0, granted_at=NOW, size=1)  # the standby ends last
+    assert nodes(allocate([ending, b], four, NOW + 1)) == {"a": 0, "b": 2}
+    ended, b = replace(ending, size=0, standing=0), replace(b, granted=2, size=2)
+    found = allocate([ended, b], four, NOW + 2)
+    assert nodes(found) == {"a": 0, "b": 2}
+    assert found["a"].reason == (
+        "held back: it needs 3 nodes with 1 standby, and 2 are left by other jobs"
+    )
+
+
+def test_a_standby_that_exists_is_no_reason_to_suspend_a_job_that_has_lost_a_host() -> None:
+    a = job("a", 2, 2, granted=2, standbys=1, standing=1)
+    b = job("b", 2, 2, granted=2)
+    found = allocate([a, b], [Pool(name="p", nodes=4)], NOW)
+    assert nodes(found) == {"a": 2, "b": 2}
+
+
+@settings(max_examples=40)
+@given(demands(new=True), demands(new=True), st.integers(0, 6))
+def test_no_job_waits_for_ever_for_a_standby(
+    running: list[Demand], new: list[Demand], more: int
+) -> None:
+    """Jobs that have a standby each, and others that arrive, in a cluster with some room."""
+    here = [
+        replace(one, size=one.least, granted=one.least, standbys=1, standing=1, spot_policy="any")
+        for one in running
+    ]
+    come = [replace(one, name=f"new-{one.name}", spot_policy="any") for one in new]
+    pools = [Pool(name="p", nodes=sum(one.size + 1 for one in here) + more)]
+    jobs, now = [*here, *come], NOW
+    for _ in range(60):
+        found = allocate(jobs, pools, now)
+        now += 400.0
+        after = [
+            replace(one, standing=one.standbys if one.granted else 0)
+            for one in follow(jobs, found, now)
+        ]
+        if [one.granted for one in after] == [one.granted for one in jobs]:
+            break
+        jobs = after
+    assert not [one.reason for one in found.values() if "waits until" in one.reason]
+
+
 def test_free_hosts_are_taken_at_once_while_a_pod_hangs() -> None:
     a = job("a", 1, 3, granted=3, size=4, granted_at=NOW - 1000)
     b = job("b", 1, 3, granted=0, granted_at=NOW - 500)

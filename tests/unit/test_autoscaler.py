@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from dlrover_py.master.core.autoscaler import CANDIDATES, candidate_sizes
+from dlrover_py.master.core.autoscaler import CANDIDATES, SOONEST_S, candidate_sizes
 from dlrover_py.master.core.events import RoomSeen, Rules
 from dlrover_py.protocol.agents import LoaderState
 from dlrover_py.protocol.errors import ConfigError
@@ -148,6 +148,19 @@ def test_a_lost_host_is_waited_for_and_not_for_ever(replicas: int) -> None:
     assert len(bench.pods) == 3
 
 
+def test_a_lost_host_without_a_smaller_allowed_size_is_waited_for_quietly() -> None:
+    spec = elastic_job(
+        4, 2, maxReplicas=8, autoscale={"mode": "auto", "nodeUnit": 4, "scaleUpDelaySeconds": 1}
+    )
+    bench = started(spec, capacity=4)
+    bench.set_capacity(3)
+    bench.kill(NodeId(bench.members[-1]))
+    bench.settle()
+    train(bench, 40)
+    assert (len(bench.members), condition(bench).message) == (3, "3 of 4 nodes train")
+    assert bench.wake_at > bench.now + 2 * SOONEST_S
+
+
 def train_evenly(bench: Bench, seconds: int, *, loader: bool) -> None:
     """Train at 10 steps per second, whatever the size: each node has its own samples."""
     for _ in range(seconds):
@@ -185,6 +198,26 @@ def test_a_number_of_samples_in_some_reports_only_is_kept() -> None:
         bench.settle()
     known = bench.job.state.scaling.samples
     assert {n: round(one.speed, -2) for n, one in known.items()} == {2: 1300}
+
+
+@pytest.mark.parametrize("batch", [1e308, 1e200, 5e-324, -1.0])
+def test_an_impossible_number_of_samples_is_ignored(batch: float) -> None:
+    """Steps are counted, and the job is scaled by them."""
+    bench = started(scaling_job())
+    for _ in range(40):
+        for agent in bench.living():
+            if agent.running:
+                step = agent.progress.step if agent.progress else 0
+                agent.reach(step + 10 * len(bench.members))
+                assert agent.progress is not None
+                metrics = {"global_batch": batch}
+                agent.progress = agent.progress.model_copy(
+                    update={"metrics": metrics, "total": 10_000}
+                )
+        bench.pass_time(1.0)
+        bench.settle()
+    known = bench.job.state.scaling.samples
+    assert {n: round(one.speed) for n, one in known.items()} == {2: 20, 4: 40}
 
 
 def test_another_template_drops_the_measured_speeds() -> None:

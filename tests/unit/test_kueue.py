@@ -220,6 +220,42 @@ def test_a_job_that_scales_by_itself_holds_no_quota_that_it_does_not_use() -> No
     assert grows.reason == "the queue team has admitted 2 nodes"
 
 
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({"objective": "cost"}, 2),
+        ({"objective": "cost", "deadline": "2030-01-01T00:00:00Z"}, 4),
+        ({"objective": "deadline", "deadline": "2030-01-01T00:00:00Z"}, 4),
+        ({"objective": "throughput"}, 8),
+    ],
+)
+def test_a_job_asks_for_the_size_that_its_objective_prefers(
+    settings: dict[str, Any], kept: int
+) -> None:
+    """Further nodes are worth it for the speed alone, and eight nodes have been measured."""
+    scales = {"mode": "auto", **settings}
+    world = running(8, 2, nodeUnit=2, maxReplicas=32, autoscale=scales)
+    admit_all(world)
+    assert world.quota().total() == 8
+
+    @dataclass
+    class Measured(World):
+        def master(self) -> None:
+            super().master()
+            self.wanted = min(self.wanted, 2)
+
+        def publish(self) -> None:
+            super().publish()
+            report(self, most=8, least=2, curve=[1.0, 0.2, 0.01])
+
+    measured = Measured(
+        world.job, workloads=world.workloads, objects=world.objects, pods=world.pods
+    )
+    measured.settle()
+    admit_all(measured)
+    assert (measured.quota().total(), measured.steps()) == (kept, list(range(kept // 2)))
+
+
 def test_quota_follows_the_given_sizes() -> None:
     worker: Obj = {"maxReplicas": 16, "autoscale": {"mode": "auto", "sizes": [4, 8, 16]}}
     world = World(job(16, 2, **worker))

@@ -1,5 +1,6 @@
 """The size that a job chooses: properties of the decision on curves of every shape."""
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -266,6 +267,15 @@ def test_lost_nodes_are_waited_for_and_not_for_ever() -> None:
         assert run.size == 4, "it tries again"
 
 
+def test_without_a_smaller_allowed_size_no_time_is_named_for_lost_nodes() -> None:
+    record = ScalingRecord(target=4)
+    record.observe(3, 4, NOW)
+    view = replace(Run(law(0.0), [4, 8], record=record).view(), size=3, now=NOW + 1e4)
+    found = decide(record, view, Wish())
+    assert (found.target, found.reason) == (4, "3 of 4 nodes train")
+    assert found.again_at == math.inf
+
+
 def test_a_script_that_becomes_slower_keeps_its_size() -> None:
     """The speeds of other sizes are as old as those of the script before."""
     factor = [1.0]
@@ -295,6 +305,31 @@ def test_a_growth_whose_gain_is_not_clear_is_measured_longer() -> None:
     slow = decide(record, replace(view, slow=True), run.wish)
     assert slow.target == 8
     assert slow.reason.endswith("is not clear yet: the steps are slow")
+
+
+def test_one_node_more_or_less_is_told_in_the_singular() -> None:
+    record = ScalingRecord(target=5, trial=Trial(4, 5, NOW))
+    record.samples = {4: Sample(10.0, NOW - 60, 0.03), 5: Sample(9.9, NOW + 60, 0.03)}
+    view = Run(law(0.0), [4, 5], record=record, now=NOW + 60).view()
+    unclear = decide(record, view, Wish())
+    assert unclear.reason.startswith("whether 1 more node is worth it is not clear yet: ")
+    back = decide(record, replace(view, now=unclear.again_at), Wish())
+    assert back.reason == "5→4: 1 more node added -1 %"
+    record.trial = None
+    fewer = decide(record, view, Wish(4, NOW - 1e4))
+    assert fewer.reason == "5→4: 1 node adds -1 %"
+
+
+def test_a_global_batch_that_is_too_small_for_more_nodes_is_the_reason() -> None:
+    record = ScalingRecord(target=4, samples={4: Sample(10.0, NOW)})
+    view = Run(law(0.0), [4, 8], record=record).view()
+    found = decide(record, replace(view, most=7), Wish())
+    assert found.reason == (
+        "not scaled: the global batch has no samples for the workers of more nodes"
+    )
+    record.bans[8] = Ban(NOW + 60)
+    found = decide(record, replace(view, most=8), Wish())
+    assert found.reason.endswith("are not tried again for a while")
 
 
 def test_another_template_begins_anew() -> None:

@@ -13,10 +13,14 @@ from dlrover_py.protocol.job import ReplicaSpec
 from dlrover_py.protocol.names import Round
 from dlrover_py.protocol.reasons import ConditionReason, EventReason
 from dlrover_py.protocol.status import JobPhase, MeasuredSpeed
+from dlrover_py.protocol.words import counted
 
 GLOBAL_BATCH = "global_batch"
 """Metric of ``report_step`` with the samples of a step; speeds are then samples per second. Without
 it, the number that an ``ElasticLoader`` reports is used."""
+SAMPLES = (1e-15, 1e15)
+"""Least and greatest number of samples of a step. Other numbers are mistakes and are ignored: the
+speeds that follow from them could not be computed with."""
 UNKNOWN = 3
 """Measurements of a round after which a script that says nothing of samples counts steps, although
 it has reported samples in an earlier round."""
@@ -65,6 +69,7 @@ class Autoscaler:
             *(
                 self._round,
                 view.target,
+                view.sizes,
                 view.size,
                 view.steady,
                 view.room,
@@ -83,7 +88,7 @@ class Autoscaler:
             record.trial = None
             self.state.changed()
         self._again_at = math.inf
-        if decision.again_at < math.inf:
+        if view.now < decision.again_at < math.inf:
             wait_s = max(SOONEST_S, decision.again_at - view.now)
             self._again_at = self.live.now + wait_s
             self.live.wake(self._again_at)
@@ -93,6 +98,10 @@ class Autoscaler:
             return False
         if changes:
             self._carry_out(decision, view)
+        granted = self.live.spec.allocation
+        if granted is not None and record.target is not None and granted.nodes < record.target:
+            text = f"the cluster allots {granted.nodes} of {counted(record.target, 'node')}"
+            decision = replace(decision, reason=f"{text} ({granted.reason}); {decision.reason}")
         self.live.scaling_reason = decision.why, decision.reason
         if record.contested_until(view.now):
             text = (
@@ -163,7 +172,7 @@ class Autoscaler:
             record.follow(worker.replicas, self.live.steady_wall)
             self._wish.size = 0
             self.state.changed()
-        self.live.target = record.target
+        self.live.target = None if record.target is None else self._within(record.target)
         return True
 
     def _view(self) -> View:
@@ -188,6 +197,7 @@ class Autoscaler:
                 self._note_speed(size, self._batch)
         batch = self._batch
         target = worker.replicas if record.target is None else record.target
+        target = self._within(target)
         if record.observe(size, target, live.steady_wall):
             state.changed()
         remaining = None
@@ -218,6 +228,17 @@ class Autoscaler:
         most = self.live.spec.most_nodes
         return sizes if most is None else tuple(n for n in sizes if n <= most) or sizes[:1]
 
+    def _within(self, target: int) -> int:
+        """Return the greatest size up to the target that the allocation permits.
+
+        The chosen size itself stays in the record: the job takes it once more nodes are allotted.
+        """
+        worker, most = self.live.spec.worker, self.live.spec.most_nodes
+        if most is None or target <= most:
+            return target
+        unit = (worker.scaling and worker.scaling.node_unit) or worker.node_unit
+        return self._allowed(candidate_sizes(worker, most // unit * unit))[-1]
+
     def _coming(self) -> bool:
         """Return whether nodes are starting or being prepared, or a round is about to be formed."""
         if self.state.pending_round is not None:
@@ -237,13 +258,13 @@ class Autoscaler:
             self.state.changed()
 
     def _note_batch(self, reported: float) -> None:
-        """Take in how many samples a step has; a report without the number changes nothing.
+        """Take in how many samples a step has; a report without a usable number changes nothing.
 
         Args:
             reported: The number in the newest metrics; 0 if there is none.
         """
         number, samples = self.live.loader_batch
-        if reported > 0:
+        if SAMPLES[0] <= reported <= SAMPLES[1]:
             self._batch = reported
         elif not self._batch and number == self.state.round:
             self._batch = float(samples)
@@ -299,10 +320,6 @@ class Autoscaler:
 
     def _carry_out(self, decision: Decision, view: View) -> None:
         """Change the target, and record the event that causes the next round."""
-        granted = self.live.spec.allocation
-        if granted is not None and granted.nodes < view.target:
-            text = f"{view.target}→{decision.target}: the cluster allots {granted.nodes}"
-            decision = replace(decision, reason=f"{text} ({granted.reason})")
         self.state.scaling.move(decision, view)
         self.live.target = self.state.scaling.target
         self._wish.size = 0

@@ -425,12 +425,7 @@ def _given_back(record: ScalingRecord, view: View) -> Decision | None:
     """
     if view.now < _wait_of(record, view):
         return None
-    trial = record.trial
-    start = trial.start if trial is not None and trial.goal == view.target else 0
-    fits = [n for n in view.sizes if n <= max(view.size, start)]
-    back = fits[-1] if fits else view.sizes[0]
-    if back >= view.target:
-        return None
+    back = _reached(record, view)
     missing = view.target - view.size
     text = f"{view.target}→{back}: {counted(missing, 'node')} did not come"
     wait_s = float(2 * WAITS * view.spec.scale_up_delay_seconds)
@@ -438,12 +433,20 @@ def _given_back(record: ScalingRecord, view: View) -> Decision | None:
 
 
 def _wait_of(record: ScalingRecord, view: View) -> float:
-    """Return when missing nodes are given up."""
+    """Return when missing nodes are given up; infinity if no smaller size can be given back."""
     if not 0 < view.size < view.target or view.coming or view.spec.mode != "auto":
         return math.inf
-    if record.short_since is None:
+    if record.short_since is None or _reached(record, view) >= view.target:
         return math.inf
     return min(record.short_since, view.now) + WAITS * view.spec.scale_up_delay_seconds
+
+
+def _reached(record: ScalingRecord, view: View) -> int:
+    """Return the greatest allowed size for which there are nodes, or the one before a growth."""
+    trial = record.trial
+    start = trial.start if trial is not None and trial.goal == view.target else 0
+    fits = [n for n in view.sizes if n <= max(view.size, start)]
+    return fits[-1] if fits else view.sizes[0]
 
 
 def _verified(record: ScalingRecord, view: View, model: SpeedModel) -> Decision | bool:
@@ -465,7 +468,8 @@ def _verified(record: ScalingRecord, view: View, model: SpeedModel) -> Decision 
     until = min(trial.at, view.now) + TRIAL_S
     unclear = abs(gain - least) <= 1.5 * math.hypot(before.error, after.error)
     if view.now < until and (unclear or (view.slow and gain < least)):
-        text = f"whether {counted(view.size - trial.start, 'more node')} are worth it"
+        more = view.size - trial.start
+        text = f"whether {counted(more, 'more node')} {are(more)} worth it"
         cause = "the steps are slow" if view.slow else "the speeds differ too much"
         text = f"{text} is not clear yet: {cause}"
         return Decision(view.target, ConditionReason.MEASURING, text, until)
@@ -473,7 +477,8 @@ def _verified(record: ScalingRecord, view: View, model: SpeedModel) -> Decision 
         return True
     if _reversible_at(record, view.now, trial.start, view.size) > view.now:
         return False
-    text = f"{view.size}→{trial.start}: {view.size - trial.start} more nodes added {_share(gain)}"
+    more = view.size - trial.start
+    text = f"{view.size}→{trial.start}: {counted(more, 'more node')} added {_share(gain)}"
     return Decision(trial.start, ConditionReason.RESIZED, text, counts=True, ban=(view.size, BAN_S))
 
 
@@ -514,7 +519,9 @@ def _fastest(
     resize_s = _resize_s(record, view)
     gain = model.at(wanted) / speed - 1
     if wanted < size:
-        return _Choice(wanted, f"{size - wanted} nodes add {_share(-gain)}"), ""
+        fewer_by = size - wanted
+        add = "adds" if fewer_by == 1 else "add"
+        return _Choice(wanted, f"{counted(fewer_by, 'node')} {add} {_share(-gain)}"), ""
     paid = _paid(view, model.at(wanted), speed, resize_s)
     if wanted > size and paid >= spec.min_gain and gain > 0:
         return _Choice(wanted, f"{_percent(gain)} for {resize_s:.0f} s of resize"), ""
@@ -522,6 +529,8 @@ def _fastest(
     if not others:
         if size == view.sizes[-1]:
             return None, f"{counted(size, 'node')} {are(size)} the largest allowed size"
+        if not any(size < n <= view.most for n in view.sizes):
+            return None, "the global batch has no samples for the workers of more nodes"
         return None, "larger sizes were tried before and are not tried again for a while"
     top = max(others, key=lambda n: (model.at(n), -n))
     more = counted(top - size, "more node")
