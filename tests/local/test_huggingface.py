@@ -234,6 +234,25 @@ def test_another_batch_continues_with_the_samples_that_are_left(
         assert 0 < rate < 0.1
 
 
+@pytest.mark.parametrize("batches", [(4, 2), (2, 4)])
+def test_max_steps_are_made_whatever_the_batch(tmp_path: Path, batches: tuple[int, int]) -> None:
+    """Four of eight steps, then another size of steps: four more, and the training has ended."""
+    first: dict[str, Any] = {"global_batch": batches[0], "length": 8, "max_steps": 8}
+    first["checkpointer"] = Checkpointer(tmp_path / "stored", persist_every=4)
+    with (
+        trainer(tmp_path, Mean(), callbacks=[FailAfter(4)], **first) as one,
+        pytest.raises(InterruptedError),
+    ):
+        one.train()
+    options = {**first, "global_batch": batches[1]}
+    for _ in "first", "again":
+        options["checkpointer"] = Checkpointer(tmp_path / "stored")
+        with trainer(tmp_path, Mean(), **options) as two:
+            two.train()
+            assert two.state.global_step == two.state.max_steps == 8
+            assert not TrainerProgress(two).state_dict()["stopped_early"]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [({"data_seed": 2}, "made with seed=42"), ({"length": 60}, "samples were added or removed")],

@@ -437,7 +437,10 @@ class ElasticTrainer(Trainer):
             if self.control.should_training_stop:
                 break
         if not self._drained:
-            ends = self.control.should_training_stop or loader.epoch >= self.state.num_train_epochs
+            # With max_steps, the number of epochs is that of the present batch, and ends nothing: a
+            # larger batch may have completed as many in fewer steps.
+            by_epochs = self.args.max_steps <= 0 and loader.epoch >= self.state.num_train_epochs
+            ends = self.control.should_training_stop or by_epochs
             self._stopped_early = ends and self.state.global_step < self.state.max_steps
             self._save_step(force=ends)
 
