@@ -605,7 +605,9 @@ def _steps_left(loader: ElasticLoader, epochs: float) -> int:
     size, length = sampler.global_batch, sampler.length
     per_epoch = -(-length // size)
     whole = int(epochs)
-    last = math.ceil((epochs - whole) * per_epoch)  # steps of an epoch that is not a whole one
+    # Steps of an epoch that is not a whole one. ``Trainer`` rounds up the sum of all steps, and a
+    # product with a part such as 1.1 - 1 may be rounded up to one step more.
+    last = math.ceil(epochs * per_epoch) - whole * per_epoch
     if sampler.epoch < whole:
         return sampler.steps_left() + (whole - sampler.epoch - 1) * per_epoch + last
     if sampler.epoch == whole:
