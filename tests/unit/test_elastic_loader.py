@@ -309,6 +309,38 @@ def test_a_loss_belongs_to_one_micro_batch() -> None:
     step.commit()
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_empty_micro_batch_needs_no_loss(rank: int) -> None:
+    """Three samples for two ranks, one at a time: the second rank has an empty micro-batch."""
+    loader = ElasticLoader(list(range(3)), global_batch=3, micro_batch=1)
+    loader.sampler.place(rank, 2)
+    step = next(iter(loader))
+    for _ in step:
+        if step.micro_batch.samples:
+            step.weigh(torch.ones(()))
+    step.commit()
+
+
+@pytest.mark.parametrize("counts", [(0, 2, 2), (2, 0, 2), (2, 2, 0), (0, 0, 2), (0, 0, 0)])
+def test_a_micro_batch_without_tokens_needs_no_loss(counts: tuple[int, int, int]) -> None:
+    loader = ElasticLoader(list(counts), global_batch=3, micro_batch=1, shuffle=False)
+    loader.weigh_by(lambda batch: batch.sum())
+    step = next(iter(loader))
+    weights = [step.weigh(torch.ones(())).item() for batch in step if batch.any()]
+    step.commit()
+    assert sum(weights) == pytest.approx(float(any(counts)))
+
+
+def test_what_was_read_ahead_is_refused_beside_micro_batches_without_tokens() -> None:
+    for counts in ((2, 0), (2, 0, 2), (0, 2, 0)):
+        loader = ElasticLoader(list(counts), global_batch=3, micro_batch=1, shuffle=False)
+        loader.weigh_by(lambda batch: batch.sum())
+        step = next(iter(loader))
+        list(step)
+        with pytest.raises(ConfigError, match="after 2 micro-batches were read"):
+            step.weigh(torch.ones(()))
+
+
 def test_the_ranks_compare_the_arguments_of_their_loaders() -> None:
     alike = {"offset": 8, "ledger": "none", "weigh_by": "none"}
     assert difference([alike, dict(alike)]) == ""
