@@ -283,6 +283,9 @@ def test_the_state_of_another_dataset_is_refused() -> None:
     ElasticLoader(Numbers(range(10)), global_batch=2).load_state_dict(state)
     with pytest.raises(ConfigError, match="fingerprint=numbers 2: it is another dataset"):
         ElasticLoader(Others(range(10)), global_batch=2).load_state_dict(state)
+    unknown = ElasticLoader(list(range(10)), global_batch=2)
+    unknown.load_state_dict(state)
+    ElasticLoader(Others(range(10)), global_batch=2).load_state_dict(unknown.state_dict())
     Others.fingerprint = "x" * 65
     with pytest.raises(ConfigError, match="a text of at most 64 characters"):
         ElasticLoader(Others(range(10)), global_batch=2)
