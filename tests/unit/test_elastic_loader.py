@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.trainer.data import ElasticLoader, ElasticSampler
 from dlrover_py.trainer.data.agreement import difference
+from dlrover_py.trainer.data.shard_sources import MapSource
 from dlrover_py.trainer.data.verify import verify
 
 N, BATCH = 53, 12
@@ -286,9 +287,6 @@ def test_the_state_of_another_dataset_is_refused() -> None:
     unknown = ElasticLoader(list(range(10)), global_batch=2)
     unknown.load_state_dict(state)
     ElasticLoader(Others(range(10)), global_batch=2).load_state_dict(unknown.state_dict())
-    Others.fingerprint = "x" * 65
-    with pytest.raises(ConfigError, match="a text of at most 64 characters"):
-        ElasticLoader(Others(range(10)), global_batch=2)
     with pytest.raises(ConfigError, match="expected the state of an ElasticSampler, found None"):
         ElasticLoader([1], global_batch=2).load_state_dict(None)  # type: ignore[arg-type]
 
@@ -310,6 +308,29 @@ def test_a_loss_belongs_to_one_micro_batch() -> None:
         step.commit()
     step.weigh(torch.ones(()))
     step.commit()
+
+
+@pytest.mark.parametrize("text", ["x" * 128, "two\nlines", "\x7f", "\ud800"], ids=ascii)
+def test_a_fingerprint_that_cannot_be_kept_is_refused(text: str) -> None:
+    class Numbers(list[int]):
+        fingerprint = text
+
+    with pytest.raises(ConfigError, match="a text of at most 64 characters") as refused:
+        ElasticLoader(Numbers(range(10)), global_batch=2)
+    assert len(str(refused.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "found", [torch.ones(3), (1, 2), b"v1", None, 7, lambda: "v1", ["v1"]], ids=str
+)
+def test_an_attribute_that_is_no_text_is_no_fingerprint(found: Any) -> None:
+    class Numbers(list[int]):
+        fingerprint = found
+
+    loader = ElasticLoader(Numbers(range(10)), global_batch=2)
+    assert loader.state_dict()["fingerprint"] == ""
+    loader.load_state_dict(ElasticLoader(list(range(10)), global_batch=2).state_dict())
+    assert MapSource(Numbers(range(10)), shard_size=2).fingerprint == ""
 
 
 @pytest.mark.parametrize("rank", [0, 1])
