@@ -822,13 +822,14 @@ def _bucket(protocol: str) -> Any:
     return Bucket(**options)
 
 
-def address(where: str | os.PathLike[str]) -> str:
+def address(where: str | os.PathLike[str], *, what: str = "checkpoint directory") -> str:
     """Return the normal form of a directory's path or address, which all processes use.
 
     A path becomes absolute, with ``~`` expanded. ``file:///path`` becomes the path.
 
     Args:
         where: a path, or an address that fsspec knows.
+        what: what it is, for messages.
 
     Raises:
         ConfigError: the address is not valid, or is ambiguous: another folder may be meant than the
@@ -840,7 +841,7 @@ def address(where: str | os.PathLike[str]) -> str:
     shown = repr(public) if len(public) <= 120 else f"{public[:60]!r}…{public[-40:]!r}"
 
     def refuse(why: str) -> ConfigError:
-        return ConfigError(f"checkpoint directory {shown}: {why}")
+        return ConfigError(f"{what} {shown}: {why}")
 
     if not text.strip():
         raise refuse("it is empty; expected a path, or an address such as s3://bucket/run-1")
@@ -917,17 +918,18 @@ def _check_length(text: str, refuse: Callable[[str], ConfigError]) -> str:
     return text
 
 
-def open_backend(url: str | Path) -> StorageBackend:
+def open_backend(url: str | Path, *, what: str = "checkpoint directory") -> StorageBackend:
     """Return the storage backend of a path or address.
 
     Args:
         url: a path, ``file://…``, or any other address that fsspec knows.
+        what: what it is, for messages.
 
     Raises:
         ConfigError: the address is not valid (:func:`address`), or no package is installed that
             implements the protocol.
     """
-    text = address(url)
+    text = address(url, what=what)
     return RemoteBackend(text) if "://" in text else FolderBackend(Path(text))
 
 
