@@ -112,6 +112,8 @@ _UNFINISHED = re.compile(
 """Names of documents that were not finished."""
 _REFRESH_FILE = re.compile(r"\.look\.[0-9a-f]{8}")
 """Names of the temporary files of `FolderBackend.refresh`."""
+_PROTOCOL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+")
+"""What may be before the colon of an address."""
 _OBSTORE = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "azure"}
 """Protocols that are accessed through obstore."""
 
@@ -846,13 +848,15 @@ def address(where: str | os.PathLike[str], *, what: str = "checkpoint directory"
     if not text.strip():
         raise refuse("it is empty; expected a path, or an address such as s3://bucket/run-1")
     _check_characters(text, "its name", refuse)
-    if public != text:
-        raise refuse(
-            "it has a password, which commands, events and logs would show; put it into the "
-            "environment, such as AWS_SECRET_ACCESS_KEY for s3, or FSSPEC_FTP_PASSWORD for ftp"
-        )
     protocol, colon, rest = text.partition(":")
-    if colon and re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]+", protocol) and rest.startswith("/"):
+    has_protocol = colon and _PROTOCOL.fullmatch(protocol) and rest.startswith("/")
+    if has_protocol and public != text:
+        raise refuse(
+            "it has a password (a ':', and an '@' behind it), which commands, events and logs "
+            "would show; put it into the environment, such as AWS_SECRET_ACCESS_KEY for s3, or "
+            "FSSPEC_FTP_PASSWORD for ftp"
+        )
+    if has_protocol:
         if not rest.startswith("//"):
             raise refuse(
                 f"expected two slashes in an address ({protocol}:/{rest}); for a folder of that "
