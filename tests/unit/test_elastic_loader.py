@@ -343,6 +343,7 @@ def test_an_empty_micro_batch_needs_no_loss(rank: int) -> None:
         if step.micro_batch.samples:
             step.weigh(torch.ones(()))
     step.commit()
+    assert loader.epoch == 1
 
 
 @pytest.mark.parametrize("counts", [(0, 2, 2), (2, 0, 2), (2, 2, 0), (0, 0, 2), (0, 0, 0)])
