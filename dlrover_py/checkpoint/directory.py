@@ -112,6 +112,8 @@ _UNFINISHED = re.compile(
 """Names of documents that were not finished."""
 _REFRESH_FILE = re.compile(r"\.look\.[0-9a-f]{8}")
 """Names of the temporary files of `FolderBackend.refresh`."""
+_PROTOCOL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+")
+"""What may be before the colon of an address."""
 _OBSTORE = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "azure"}
 """Protocols that are accessed through obstore."""
 
@@ -822,13 +824,14 @@ def _bucket(protocol: str) -> Any:
     return Bucket(**options)
 
 
-def address(where: str | os.PathLike[str]) -> str:
+def address(where: str | os.PathLike[str], *, what: str = "checkpoint directory") -> str:
     """Return the normal form of a directory's path or address, which all processes use.
 
     A path becomes absolute, with ``~`` expanded. ``file:///path`` becomes the path.
 
     Args:
         where: a path, or an address that fsspec knows.
+        what: what it is, for messages.
 
     Raises:
         ConfigError: the address is not valid, or is ambiguous: another folder may be meant than the
@@ -840,18 +843,20 @@ def address(where: str | os.PathLike[str]) -> str:
     shown = repr(public) if len(public) <= 120 else f"{public[:60]!r}…{public[-40:]!r}"
 
     def refuse(why: str) -> ConfigError:
-        return ConfigError(f"checkpoint directory {shown}: {why}")
+        return ConfigError(f"{what} {shown}: {why}")
 
     if not text.strip():
         raise refuse("it is empty; expected a path, or an address such as s3://bucket/run-1")
     _check_characters(text, "its name", refuse)
-    if public != text:
-        raise refuse(
-            "it has a password, which commands, events and logs would show; put it into the "
-            "environment, such as AWS_SECRET_ACCESS_KEY for s3, or FSSPEC_FTP_PASSWORD for ftp"
-        )
     protocol, colon, rest = text.partition(":")
-    if colon and re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]+", protocol) and rest.startswith("/"):
+    has_protocol = colon and _PROTOCOL.fullmatch(protocol) and rest.startswith("/")
+    if has_protocol and public != text:
+        raise refuse(
+            "it has a password (a ':', and an '@' behind it), which commands, events and logs "
+            "would show; put it into the environment, such as AWS_SECRET_ACCESS_KEY for s3, or "
+            "FSSPEC_FTP_PASSWORD for ftp"
+        )
+    if has_protocol:
         if not rest.startswith("//"):
             raise refuse(
                 f"expected two slashes in an address ({protocol}:/{rest}); for a folder of that "
@@ -917,17 +922,18 @@ def _check_length(text: str, refuse: Callable[[str], ConfigError]) -> str:
     return text
 
 
-def open_backend(url: str | Path) -> StorageBackend:
+def open_backend(url: str | Path, *, what: str = "checkpoint directory") -> StorageBackend:
     """Return the storage backend of a path or address.
 
     Args:
         url: a path, ``file://…``, or any other address that fsspec knows.
+        what: what it is, for messages.
 
     Raises:
         ConfigError: the address is not valid (:func:`address`), or no package is installed that
             implements the protocol.
     """
-    text = address(url)
+    text = address(url, what=what)
     return RemoteBackend(text) if "://" in text else FolderBackend(Path(text))
 
 

@@ -327,6 +327,8 @@ class WriteAttempt:
         self._committing = False
         self._term = request.grant
         self._activity = ("it has not begun", "")
+        self._lease_holder = ""
+        """Whose writer lease it waits for, as the last reply says it; empty if for none."""
         self._progressed_at = self._started_at
         """Time by time.monotonic() of the last progress."""
         self._waits_for_nodes = False
@@ -487,6 +489,7 @@ class WriteAttempt:
         if request.writers:
             found = self._poll(lambda: self._acquire_lease(store))
             self._check()
+            self._set_activity(f"{request.dir} has not answered")
             if isinstance(found, Manifest):
                 return self._stored(store, found), ()
             if not request.without_master:  # else attempts of another node may be under way
@@ -609,13 +612,18 @@ class WriteAttempt:
         except DirectoryClaimedError as error:
             if error.is_alive and not request.without_master:
                 raise
-            if self._activity[0] != str(error):
-                self._set_activity(str(error))
+            if self._lease_holder != str(error):
+                self._lease_holder = str(error)
                 self._reply(PersistPhase.WRITING, why=f"waits for the end of its lease: {error}")
             if error.is_alive and error.job.partition("/")[0] == request.job:
                 self._set_activity("another node of this job is storing its state")
                 self._progressed_at = time.monotonic()  # its write has limits of its own
+            else:
+                self._set_activity(str(error))
             return None
+        if self._lease_holder:
+            self._lease_holder = ""
+            self._reply(PersistPhase.WRITING)  # what it waited for is no reason any more
         return True
 
     def _plan(

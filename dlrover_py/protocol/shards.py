@@ -108,15 +108,28 @@ class DatasetSpec(Wire):
 
     @property
     def order(self) -> str:
-        """Digest of all that decides which shard is at which position of an epoch.
+        """Digest of all that decides which shard is at which position, and then the fingerprint.
 
-        The credits of a stream do not depend on its options, so its digest is always the same.
+        The fingerprint is left out if it is unknown. The credits of a stream do not depend on its
+        options, so this is always the same text for a stream.
         """
         if self.range_size is not None:
             return "stream"
-        known = {"fingerprint"} if self.fingerprint else set()
-        text = self.model_dump_json(include={"sizes", "seed", "shuffle"} | known)
-        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        text = self.model_dump_json(include={"sizes", "seed", "shuffle"})
+        digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        return f"{digest} {self.fingerprint}" if self.fingerprint else digest
+
+    def continues(self, order: str) -> bool:
+        """Return whether credits with an :attr:`order` may be those of this dataset.
+
+        An unknown fingerprint fits each other one.
+
+        Args:
+            order: the order of the dataset of the credits.
+        """
+        digest, _, fingerprint = order.partition(" ")
+        own, _, mine = self.order.partition(" ")
+        return digest == own and (not fingerprint or not mine or fingerprint == mine)
 
 
 class Ledger(Wire):

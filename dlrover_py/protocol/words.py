@@ -7,8 +7,12 @@ _CONTROLS = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 """Control characters, marks that change the direction of text, and halves of surrogate pairs."""
-_PASSWORD = re.compile(r"(://[^/?#:@\s]*):[^/?#\s]*@")
-"""A password in an address: what follows the name of the user, which is in group 1."""
+_PASSWORD = re.compile(r"(:/{1,2}[^/:]*):.*@", re.DOTALL)
+"""A password in an address: what follows the name of the user, which is in group 1.
+
+A password may have any character, so it ends at the last ``@``: rather too much is hidden than
+too little. An address with one slash instead of two is a slip, whose password is hidden as well.
+"""
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 """Escape sequences that set the color of text."""
 
@@ -55,7 +59,10 @@ def byte_size(nbytes: int) -> str:
 
 
 def without_passwords(text: str) -> str:
-    """Return a text in which each password of an address is ``***``: ``ftp://me:***@host``."""
+    """Return a text in which the password of an address is ``***``: ``ftp://me:***@host``.
+
+    If the text has several addresses, what is between their passwords is hidden, too.
+    """
     return _PASSWORD.sub(r"\1:***@", text)
 
 

@@ -156,6 +156,9 @@ class ShardQueue:
             self._begin(history, request.ledger)
         if refusal := self._refusal(request):
             return self._answer(request, AnswerCode.REFUSED, refusal)
+        if request.spec is not None and request.spec.fingerprint and not record.spec.fingerprint:
+            # A script that was given a fingerprint goes on, and holds to it from now on.
+            record.spec, self.changed = request.spec, True
         known = self._workers.setdefault(worker, _Worker())
         if request.seq < known.seq:
             return self._listed(worker, known, request, now)
@@ -389,8 +392,9 @@ class ShardQueue:
     def _refusal(self, request: ShardRequest) -> str:
         """Return why the user must act, in words; empty if the request can be taken in."""
         record = self.record
-        if request.spec is not None and request.spec != record.spec:
-            return different(request.dataset, record.spec, request.spec)
+        spec = request.spec or record.spec
+        if difference := different(request.dataset, record.spec, spec):
+            return difference
         limit = self._supply.limit
         if len(record.quarantined) >= min(MAX_QUARANTINED, limit or MAX_QUARANTINED):
             shard, found = next(reversed(record.quarantined.items()))
@@ -511,7 +515,9 @@ class ShardQueue:
 
 
 def different(name: str, known: DatasetSpec, found: DatasetSpec) -> str:
-    """Return, in words, how two specs of one dataset differ.
+    """Return, in words, how two specs of one dataset differ; empty if they are equal.
+
+    A fingerprint that is unknown in one of them is not compared.
 
     Args:
         name: Name of the dataset.
@@ -524,6 +530,10 @@ def different(name: str, known: DatasetSpec, found: DatasetSpec) -> str:
             f"{found.samples}: restore the data, or give the new dataset another name"
         )
     names = [key for key in DatasetSpec.model_fields if getattr(known, key) != getattr(found, key)]
+    if not (known.fingerprint and found.fingerprint) and "fingerprint" in names:
+        names.remove("fingerprint")
+    if not names:
+        return ""
     if names == ["fingerprint"]:
         return (
             f"dataset {name}: expected the data of its first use, found other names, sizes or "

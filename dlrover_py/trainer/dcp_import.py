@@ -18,6 +18,7 @@ from dlrover_py.protocol.documents import LARGEST
 from dlrover_py.protocol.errors import CheckpointError
 from dlrover_py.protocol.names import Round, Step, Timeline
 from dlrover_py.protocol.slots import TensorChunk
+from dlrover_py.protocol.words import without_passwords
 from dlrover_py.trainer.collectives import Ranks
 from dlrover_py.trainer.key_differences import format_keys
 from dlrover_py.trainer.object_codec import first_line
@@ -37,7 +38,7 @@ class _DcpFolder:
 
     def __init__(self, url: str) -> None:
         """Open the folder at a path, or at an address that fsspec knows."""
-        self._place = open_backend(url)
+        self._place = open_backend(url, what="initial values in")
         self.where = self._place.url
         self.lengths: dict[tuple[str, int], int] = {}
 
@@ -120,7 +121,8 @@ def load_dcp(
             refuses what was saved. The message says whether tensors of the state have been written.
     """
     ranks = Ranks(rank, world)
-    found = RestoreSource(Step(0), Round(0), Timeline(0), world, "", False, str(url))
+    shown = without_passwords(str(url))
+    found = RestoreSource(Step(0), Round(0), Timeline(0), world, "", False, shown)
     plan: RestorePlan | None = None
     failure: Exception | None = None
     try:
@@ -131,13 +133,13 @@ def load_dcp(
             raise CheckpointError(f"parts of {format_keys(plan.gaps)} are not there")
     except READ_ERRORS as error:
         failure = error
-    if why := agree(ranks, url, plan, failure, strict=strict):
-        raise CheckpointError(f"{url} cannot be read: {why}")
+    if why := agree(ranks, shown, plan, failure, strict=strict):
+        raise CheckpointError(f"{shown} cannot be read: {why}")
     assert plan is not None
     _, why = fill(ranks, found, catalog, plan, log)
     if why:
         raise CheckpointError(
-            f"{url} cannot be read: {why}. Tensors of the state have been written: do not train "
+            f"{shown} cannot be read: {why}. Tensors of the state have been written: do not train "
             "on with them"
         )
 

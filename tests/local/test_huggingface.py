@@ -1,5 +1,6 @@
 """The trainer: what cannot be exact is refused; sums over labels and means over samples are."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +15,12 @@ from transformers.trainer_callback import ExportableState
 
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.trainer import Checkpointer
-from dlrover_py.trainer.data import PerWorker
-from dlrover_py.trainer.integrations.huggingface import ElasticTrainer, TrainerProgress
+from dlrover_py.trainer.data import ElasticLoader, PerWorker
+from dlrover_py.trainer.integrations.huggingface import (
+    ElasticTrainer,
+    TrainerProgress,
+    _steps_left,
+)
 
 N, BATCH, STEPS = 53, 12, 5
 
@@ -232,6 +237,38 @@ def test_another_batch_continues_with_the_samples_that_are_left(
         rates = [entry["learning_rate"] for entry in again.state.log_history if "loss" in entry]
         assert rates[-left:] == pytest.approx([0.1 * n / (3 + left) for n in range(left, 0, -1)])
         assert 0 < rate < 0.1
+
+
+@pytest.mark.parametrize("batches", [(4, 2), (2, 4)])
+def test_max_steps_are_made_whatever_the_batch(tmp_path: Path, batches: tuple[int, int]) -> None:
+    """Four of eight steps, then another size of steps: four more, and the training has ended."""
+    first: dict[str, Any] = {"global_batch": batches[0], "length": 8, "max_steps": 8}
+    first["checkpointer"] = Checkpointer(tmp_path / "stored", persist_every=4)
+    with (
+        trainer(tmp_path, Mean(), callbacks=[FailAfter(4)], **first) as one,
+        pytest.raises(InterruptedError),
+    ):
+        one.train()
+    options = {**first, "global_batch": batches[1]}
+    for _ in "first", "again":
+        options["checkpointer"] = Checkpointer(tmp_path / "stored")
+        with trainer(tmp_path, Mean(), **options) as two:
+            two.train()
+            assert two.state.global_step == two.state.max_steps == 8
+            assert not TrainerProgress(two).state_dict()["stopped_early"]
+
+
+def test_a_part_of_an_epoch_has_as_many_steps_after_a_restart() -> None:
+    """From any position on, the steps done and the steps left are those that Trainer counts."""
+    for length in range(1, 41):
+        loader = ElasticLoader(range(length), global_batch=1)
+        for tenths in range(1, 60):
+            epochs = tenths / 10
+            planned = math.ceil(epochs * length)
+            loader.sampler.epoch, loader.sampler.offset = 0, 0
+            assert _steps_left(loader, epochs) == planned, (length, epochs)
+            loader.sampler.epoch, loader.sampler.offset = divmod(planned - 1, length)
+            assert _steps_left(loader, epochs) == 1, (length, epochs)
 
 
 @pytest.mark.parametrize(

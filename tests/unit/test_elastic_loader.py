@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.trainer.data import ElasticLoader, ElasticSampler
 from dlrover_py.trainer.data.agreement import difference
+from dlrover_py.trainer.data.shard_sources import MapSource
 from dlrover_py.trainer.data.verify import verify
 
 N, BATCH = 53, 12
@@ -283,9 +284,9 @@ def test_the_state_of_another_dataset_is_refused() -> None:
     ElasticLoader(Numbers(range(10)), global_batch=2).load_state_dict(state)
     with pytest.raises(ConfigError, match="fingerprint=numbers 2: it is another dataset"):
         ElasticLoader(Others(range(10)), global_batch=2).load_state_dict(state)
-    Others.fingerprint = "x" * 65
-    with pytest.raises(ConfigError, match="a text of at most 64 characters"):
-        ElasticLoader(Others(range(10)), global_batch=2)
+    unknown = ElasticLoader(list(range(10)), global_batch=2)
+    unknown.load_state_dict(state)
+    ElasticLoader(Others(range(10)), global_batch=2).load_state_dict(unknown.state_dict())
     with pytest.raises(ConfigError, match="expected the state of an ElasticSampler, found None"):
         ElasticLoader([1], global_batch=2).load_state_dict(None)  # type: ignore[arg-type]
 
@@ -307,6 +308,62 @@ def test_a_loss_belongs_to_one_micro_batch() -> None:
         step.commit()
     step.weigh(torch.ones(()))
     step.commit()
+
+
+@pytest.mark.parametrize("text", ["x" * 128, "two\nlines", "\x7f", "\ud800"], ids=ascii)
+def test_a_fingerprint_that_cannot_be_kept_is_refused(text: str) -> None:
+    class Numbers(list[int]):
+        fingerprint = text
+
+    with pytest.raises(ConfigError, match="a text of at most 64 characters") as refused:
+        ElasticLoader(Numbers(range(10)), global_batch=2)
+    assert len(str(refused.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "found", [torch.ones(3), (1, 2), b"v1", None, 7, lambda: "v1", ["v1"]], ids=str
+)
+def test_an_attribute_that_is_no_text_is_no_fingerprint(found: Any) -> None:
+    class Numbers(list[int]):
+        fingerprint = found
+
+    loader = ElasticLoader(Numbers(range(10)), global_batch=2)
+    assert loader.state_dict()["fingerprint"] == ""
+    loader.load_state_dict(ElasticLoader(list(range(10)), global_batch=2).state_dict())
+    assert MapSource(Numbers(range(10)), shard_size=2).fingerprint == ""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_empty_micro_batch_needs_no_loss(rank: int) -> None:
+    """Three samples for two ranks, one at a time: the second rank has an empty micro-batch."""
+    loader = ElasticLoader(list(range(3)), global_batch=3, micro_batch=1)
+    loader.sampler.place(rank, 2)
+    step = next(iter(loader))
+    for _ in step:
+        if step.micro_batch.samples:
+            step.weigh(torch.ones(()))
+    step.commit()
+    assert loader.epoch == 1
+
+
+@pytest.mark.parametrize("counts", [(0, 2, 2), (2, 0, 2), (2, 2, 0), (0, 0, 2), (0, 0, 0)])
+def test_a_micro_batch_without_tokens_needs_no_loss(counts: tuple[int, int, int]) -> None:
+    loader = ElasticLoader(list(counts), global_batch=3, micro_batch=1, shuffle=False)
+    loader.weigh_by(lambda batch: batch.sum())
+    step = next(iter(loader))
+    weights = [step.weigh(torch.ones(())).item() for batch in step if batch.any()]
+    step.commit()
+    assert sum(weights) == pytest.approx(float(any(counts)))
+
+
+def test_what_was_read_ahead_is_refused_beside_micro_batches_without_tokens() -> None:
+    for counts in ((2, 0), (2, 0, 2), (0, 2, 0)):
+        loader = ElasticLoader(list(counts), global_batch=3, micro_batch=1, shuffle=False)
+        loader.weigh_by(lambda batch: batch.sum())
+        step = next(iter(loader))
+        list(step)
+        with pytest.raises(ConfigError, match="after 2 micro-batches were read"):
+            step.weigh(torch.ones(()))
 
 
 def test_the_ranks_compare_the_arguments_of_their_loaders() -> None:

@@ -1612,6 +1612,21 @@ def test_a_command_that_runs_and_never_joins_is_told_of() -> None:
     assert len(told()) == 2
 
 
+def test_a_command_that_never_joins_is_told_of_while_others_train() -> None:
+    """Its sentence was only said while there were too few nodes."""
+    bench = Bench(elastic_job(3, minimum=1))
+    bench.step()
+    for node in ("n0", "n1", "n2"):
+        bench.step(NodeSeen(NodeId(node), near=True))
+    bench.agents[NodeId("n0")].append(SimAgent(NodeId("n0"), max_restarts=2))
+    bench.pass_time(200.0)
+    assert bench.members == ["n0"]
+    (told,) = [e.message for e in bench.job.state.events if e.reason == "NodesMissing"]
+    assert told.startswith("n1, n2 run, but have not joined the job, after 60 s")
+    bench.pass_time(400.0)
+    assert bench.reasons().count("NodesMissing") == 2
+
+
 def test_a_command_that_was_started_at_the_last_look_is_not_told_of() -> None:
     bench = Bench(elastic_job(1))
     bench.step()

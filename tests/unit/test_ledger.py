@@ -257,6 +257,24 @@ def test_a_ledger_of_another_training_is_refused(tmp_path: Path, options: dict[s
     assert verify(tmp_path).exact
 
 
+def test_a_fingerprint_may_become_known_or_unknown_but_not_another(tmp_path: Path) -> None:
+    state = World(1, tmp_path).train(1)
+
+    def continued(fingerprint: str) -> World:
+        world = World(1, tmp_path)
+        world.loaders[0].sampler.fingerprint = fingerprint
+        return world.load(state)
+
+    for fingerprint in ("v1", "", "v1"):
+        state = continued(fingerprint).train(1)
+    with pytest.raises(ConfigError, match="fingerprint=v1, and this run has fingerprint=v2"):
+        continued("v2")
+    assert verify(tmp_path).exact
+    state = {**continued("").train(1), "fingerprint": ""}
+    continued("v2").train(1)  # in between it was unknown, so only the ledger tells them apart
+    assert "segment 6: it has another dataset" in verify(tmp_path).faults[0]
+
+
 def test_a_ledger_has_one_loader(tmp_path: Path) -> None:
     """Two loaders of equal data, one after the other in each epoch, are not told apart later."""
     first, second = World(1, tmp_path), World(1, tmp_path)

@@ -975,6 +975,15 @@ def test_metadata_that_name_anything_else_are_refused(tmp_path: Path) -> None:
         load_dcp(fresh(1), tmp_path, rank=0, world=1, log=LOG)
 
 
+def test_the_password_of_initial_values_is_refused_and_not_shown() -> None:
+    with pytest.raises(CheckpointError, match="it has a password") as caught:
+        load_dcp(fresh(1), "ftp://me:hunter2@nas/run", rank=0, world=1, log=LOG)
+    assert str(caught.value).startswith(
+        "ftp://me:***@nas/run cannot be read: initial values in 'ftp://me:***@nas/run': "
+    )
+    assert "hunter2" not in str(caught.value)
+
+
 @alone
 def test_a_damaged_tensor_in_a_file_of_torchs_is_told(tmp_path: Path) -> None:
     dcp.save({"w": torch.ones(4)}, checkpoint_id=tmp_path)

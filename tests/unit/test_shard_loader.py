@@ -255,6 +255,32 @@ def test_other_files_than_those_of_the_checkpoint_are_refused(tmp_path: Path) ->
         turned.load_state_dict(state)
 
 
+def test_a_fingerprint_may_be_added_and_taken_away_but_not_exchanged() -> None:
+    class Numbers(list[int]):
+        fingerprint = ""
+
+    def loader(fingerprint: str) -> ShardLoader:
+        numbers = Numbers(range(10))
+        numbers.fingerprint = fingerprint
+        return ShardLoader("numbers", MapSource(numbers, shard_size=3))
+
+    states = {}
+    for fingerprint in ("", "v 1", "v 2"):
+        one = loader(fingerprint)
+        epoch_of(one, 2, 4)
+        states[fingerprint] = one.state_dict()
+        del one
+    for found, state in states.items():
+        for own in states:
+            again = loader(own)
+            if found and own and found != own:
+                with pytest.raises(ConfigError, match="seed and shuffle of the checkpoint"):
+                    again.load_state_dict(state)
+            else:
+                again.load_state_dict(state)
+            del again
+
+
 def test_nodes_with_another_order_of_files_are_refused(tmp_path: Path) -> None:
     """The sizes are equal, so only the names say that the shards are others."""
     specs: list[DatasetSpec] = []

@@ -213,6 +213,23 @@ def test_another_dataset_under_the_same_name_is_refused() -> None:
     assert Client(queue, "n1/0").ask(spec=spec).code is AnswerCode.OK
 
 
+def test_a_fingerprint_that_becomes_known_is_kept() -> None:
+    queue = ShardQueue(QueueRecord(spec=DatasetSpec(sizes=[(4, 10)])))
+    for worker, (fingerprint, code) in enumerate(
+        [
+            ("", AnswerCode.OK),
+            ("v1", AnswerCode.OK),
+            ("", AnswerCode.OK),
+            ("v2", AnswerCode.REFUSED),
+            ("v1", AnswerCode.OK),
+        ]
+    ):
+        spec = DatasetSpec(sizes=[(4, 10)], fingerprint=fingerprint)
+        request = ShardRequest(dataset="d", round=1, local_rank=0, seq=1, want=1, spec=spec)
+        assert queue.take(f"w{worker}", request, 0.0).code == code
+        assert queue.record.spec.fingerprint == ("v1" if worker else "")
+
+
 def test_samples_beyond_a_shard_are_refused() -> None:
     client = Client(make_queue())
     (lease,) = client.ask(want=1).leases

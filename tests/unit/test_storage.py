@@ -738,6 +738,15 @@ def test_a_directory_that_might_be_another_is_refused(given: str, why: str) -> N
         "S3://:hunter2@bucket",
         "sftp://me:hunt@hunter2@nas/" + "d" * 300,
         "x" * 70 + "://me:hunter2@nas/run",
+        "ftp://me:a hunter2@nas/run",
+        "ftp://me:hunt/hunter2@nas/run",
+        "ftp://me:hunt?hunter2@nas/run",
+        "ftp://me:hunt#hunter2@nas/run",
+        "ftp://me:hunt://hunter2@nas/run",
+        "ftp://me:hunt:hunter2@nas/run",
+        "ftp://me@corp:hunter2@nas/run",
+        "ftp://my name:hunter2@nas/run",
+        "s3:/AKIA:hunter2@bucket/run-1",
     ],
 )
 def test_a_password_in_an_address_is_refused_and_not_shown(given: str) -> None:
@@ -748,8 +757,24 @@ def test_a_password_in_an_address_is_refused_and_not_shown(given: str) -> None:
 
 
 def test_an_address_with_a_user_or_an_at_has_no_password(tmp_path: Path) -> None:
-    for text in ("ftp://me@nas/run", "s3://bucket/a:b@c", f"{tmp_path}/a:b@c"):
+    for text in (
+        "ftp://me@nas/run",
+        "ftp://me@corp@nas/run",
+        "hdfs://nas:8020/run",
+        "s3://bucket/a:b@c",
+        f"{tmp_path}/a:b@c",
+        f"{tmp_path}/x:/y:z@w",
+    ):
         assert address(text) == text
+    with pytest.raises(ConfigError, match="or a path without ://"):
+        address("/data/x://y:z@w")
+
+
+@pytest.mark.parametrize("given", ["ftp://me:hunt\nhunter2@nas", " ftp://me:hunter2@nas"])
+def test_another_fault_of_an_address_does_not_show_its_password(given: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        address(given)
+    assert "hunt" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -57,8 +57,10 @@ class Rounds:
         """When enough nodes for the first round were there; None if there are not enough."""
         self._missed: tuple[float, float] = (-math.inf, MISSED_S)
         """Begin of a round that lacks nodes, and the wait before the next event about it."""
-        self._silent: frozenset[NodeId] = frozenset()
-        """Nodes that ran and had not joined at the last look."""
+        self._silent: dict[NodeId, tuple[float, float]] = {}
+        """Nodes that ran and had not joined at the last look: since when, and when to tell it."""
+        self._look_at = math.inf
+        """When to look for such nodes again; infinite if there is none."""
 
     def form(self) -> bool:
         """Form the next round if one is needed and every node that can come has come.
@@ -74,6 +76,7 @@ class Rounds:
         """
         if self.state.phase.ended or self.state.phase is JobPhase.SUSPENDED:
             return False
+        self._look_for_silent_nodes()
         size = self.live.size
         ready = self.live.nodes.count(Readiness.READY)
         current = len(self.state.world.members) if self.state.world is not None else 0
@@ -164,9 +167,7 @@ class Rounds:
         until = pending.since + self.live.rules.join_timeout_s
         if self.live.now < until:
             self.live.wake(until)
-            if self.live.rules.can_create:
-                self._record_silent_nodes(pending)
-            else:
+            if not self.live.rules.can_create:
                 self._record_missing_nodes(pending, why)
             return False
         message = f"{why}, after {self.live.rules.join_timeout_s:g} s ({pending.reason})"
@@ -211,39 +212,48 @@ class Rounds:
         )
         self.state.changed()  # the event is worth a write of its own
 
-    def _record_silent_nodes(self, pending: PendingRound) -> None:
-        """Record which nodes run and have not reported, after two looks, then at growing intervals.
+    def _look_for_silent_nodes(self) -> None:
+        """Record which nodes run and do not join, after two looks, then at growing intervals.
 
         This is for nodes that the platform creates. Their command may wait for something itself,
-        such as for the master of another kind of job, and would do so without a word.
+        such as for the master of another kind of job, and would do so without a word. It does not
+        matter whether the other nodes train without them.
         """
-        if self._missed[0] != pending.since:
-            self._missed, self._silent = (pending.since, SILENT_S), frozenset()
-        due = pending.since + self._missed[1]
-        if self.live.now < due:
-            self.live.wake(due)
+        if not self.live.rules.can_create:
             return
-        waited = self.live.now - pending.since
-        silent = frozenset(
-            node.id
+        if not self.live.nodes.count(Readiness.NEAR, alive=False, runs=True):
+            self._silent, self._look_at = {}, math.inf
+            return
+        now = self.live.now
+        if self._look_at == math.inf:
+            self._look_at = now + SILENT_S
+        if now < self._look_at:
+            self.live.wake(self._look_at)
+            return
+        self._look_at = now + SILENT_S
+        self.live.wake(self._look_at)
+        self._silent = {
+            node.id: self._silent.get(node.id, (now - SILENT_S, now + SILENT_S))
             for node in self.live.nodes
             if node.phase is NodePhase.STARTING and node.seen and node.runs and not node.leaving
+        }
+        due = {node: since for node, (since, at) in self._silent.items() if at <= now}
+        if not due:
+            return
+        for node, since in due.items():
+            self._silent[node] = since, since + (now - since) * MISSED_AGAIN
+        pending = self.state.pending_round
+        verb = "runs, but has" if len(due) == 1 else "run, but have"
+        reason = f" ({pending.reason})" if pending is not None else ""
+        self.log.record(
+            EventReason.NODES_MISSING,
+            f"{named(due)} {verb} not joined the job, after {now - max(due.values()):.0f} s"
+            f"{reason}: does the command reach elastic-run? The output of the nodes shows what it "
+            "does",
+            cause=pending.cause if pending is not None else None,
+            warning=True,
         )
-        again, self._silent = silent & self._silent, silent
-        pause = waited * MISSED_AGAIN if again else waited + SILENT_S
-        self._missed = (pending.since, pause)
-        self.live.wake(pending.since + pause)
-        if again:
-            verb = "runs, but has" if len(again) == 1 else "run, but have"
-            self.log.record(
-                EventReason.NODES_MISSING,
-                f"{named(again)} {verb} not joined the job, after {waited:.0f} s "
-                f"({pending.reason}): does the command reach elastic-run? The output of the nodes "
-                "shows what it does",
-                cause=pending.cause,
-                warning=True,
-            )
-            self.state.changed()
+        self.state.changed()
 
     def _expected_nodes(self, pending: PendingRound) -> int:
         """Return the number of nodes that are not ready yet, but are worth waiting for.

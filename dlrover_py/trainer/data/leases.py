@@ -410,7 +410,7 @@ class ShardLoader:
                 f"dataset {self.name}: expected {samples} samples, as in the checkpoint, found "
                 f"{self._spec.samples}: restore the data, or begin without this state"
             )
-        if order != self._spec.order:
+        if not self._spec.continues(str(order)):
             raise ConfigError(
                 f"dataset {self.name}: expected the files, shards, seed and shuffle of the "
                 "checkpoint, found others"

@@ -312,7 +312,9 @@ class TrainingStep:
         """Weight of the step, of all ranks together."""
         self._failed = False
         self._unweighed = 0
-        """Number of micro-batches that were yielded since the last :meth:`weigh`."""
+        """Number of micro-batches with a weight that were yielded since the last :meth:`weigh`."""
+        self._skipped = 0
+        """How many of these came before the present one."""
         self._is_weighed = False
         """Whether :meth:`weigh` was called."""
         self._digest = 0
@@ -346,7 +348,8 @@ class TrainingStep:
             batch, self._weight = self._read()
             self._failed = False
             part = self._current = self._todo.pop()
-            self._unweighed += 1
+            self._skipped = self._unweighed
+            self._unweighed += self._weight > 0  # what counts nothing needs no loss
             if isinstance(batch, DigestedBatch):
                 if part.samples:
                     self._digest += batch.digest
@@ -423,22 +426,22 @@ class TrainingStep:
 
         The gradient that DDP or FSDP averages over the ranks is then the mean over all samples of
         the step; or over all tokens, if :meth:`ElasticLoader.weigh_by` counts them. The weight of
-        an empty micro-batch is 0.
+        an empty micro-batch is 0, and so is that of one without tokens: it may be left out.
 
         Args:
             loss: a tensor with one element.
             reduction: how the loss combines the samples (or tokens): ``"mean"`` or ``"sum"``.
 
         Raises:
-            ConfigError: the reduction is not one of these; or several micro-batches were read since
-                the last call, so that it is not known to which one the loss belongs.
+            ConfigError: the reduction is not one of these; or an earlier micro-batch with a weight
+                was read and not weighed, so that it is not known to which one the loss belongs.
         """
         part, world = self.micro_batch, self._sampler.world
-        if self._unweighed > 1:
+        if self._skipped:
             raise ConfigError(
-                f"data: step.weigh() after {self._unweighed} micro-batches were read: expected one "
-                "call for each, before the next is read: read one micro-batch at a time, without "
-                "list(step) and without a prefetcher"
+                f"data: step.weigh() after {self._skipped + 1} micro-batches were read: expected "
+                "one call for each, before the next is read: read one micro-batch at a time, "
+                "without list(step) and without a prefetcher"
             )
         self._unweighed, self._is_weighed = 0, True
         weight_of_all = self._total or math.inf  # without any weight the gradient is 0
@@ -470,9 +473,9 @@ class TrainingStep:
 
         Raises:
             ConfigError: the step has been committed or discarded, is not the current one, or has
-                micro-batches that were not computed, or of which only some were weighed. Or a state
-                was taken after the last micro-batch: its model may have learnt from the step, but
-                its position is before it.
+                micro-batches that were not computed; or only some of those with a weight were
+                weighed. Or a state was taken after the last micro-batch: its model may have learnt
+                from the step, but its position is before it.
         """
         if self.committed or self.discarded or self._loader._step is not self:
             raise ConfigError(
@@ -487,7 +490,7 @@ class TrainingStep:
         if self._is_weighed and self._unweighed:
             raise ConfigError(
                 f"data: step.commit() after {self._unweighed} micro-batches without step.weigh(): "
-                "expected a call for each micro-batch of the step"
+                "expected a call for each micro-batch of the step whose weight is not 0"
             )
         if self.saved_early:
             raise ConfigError(

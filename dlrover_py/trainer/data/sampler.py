@@ -179,7 +179,8 @@ class ElasticSampler:
                 "sampler or loader cannot be continued"
             )
         for name, what in _IDENTITY.items():
-            if state[name] != mine[name]:
+            is_unknown = name == "fingerprint" and "" in (state[name], mine[name])
+            if state[name] != mine[name] and not is_unknown:
                 raise ConfigError(
                     f"data: the checkpoint was made with {name}={state[name]}, and this run has "
                     f"{name}={mine[name]}: {what}"

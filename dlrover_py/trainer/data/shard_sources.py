@@ -6,11 +6,15 @@ units: samples of a dataset, rows of a Parquet file, bytes of a file of lines.
 
 import hashlib
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from numbers import Integral
 from typing import Any, Protocol
 
 from dlrover_py.protocol.errors import ConfigError
+
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
+"""Control characters, and halves of surrogate pairs, which cannot be sent."""
 
 
 class ShardUnreadableError(Exception):
@@ -281,17 +285,24 @@ def read_lines(
 def fingerprint_of(data: Any) -> str:
     """Return what a dataset or source says of its identity; "" if it says nothing.
 
+    An attribute ``fingerprint`` that is no text, such as a method or a tensor, was not made for
+    this, and says nothing.
+
     Args:
         data: it may have an attribute ``fingerprint``.
 
     Raises:
-        ConfigError: the attribute is no text, or has more than 64 characters.
+        ConfigError: the attribute is a text that has more than 64 characters, or some that cannot
+            be printed.
     """
     found = getattr(data, "fingerprint", "")
-    if not isinstance(found, str) or len(found) > 64:
+    if not isinstance(found, str):
+        return ""
+    if len(found) > 64 or _UNPRINTABLE.search(found):
+        shown = repr(found) if len(found) <= 64 else f"{found[:64]!r}… ({len(found)} characters)"
         raise ConfigError(
-            f"data: found the fingerprint {found!r}: expected a text of at most 64 characters that "
-            "says which data it is"
+            f"data: found the fingerprint {shown}: expected a text of at most 64 characters "
+            "without control characters, which says which data it is: use a digest of it"
         )
     return found
 

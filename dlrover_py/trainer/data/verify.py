@@ -292,11 +292,13 @@ def verify(folder: Path) -> LedgerReport:
     history = surviving(segments)
     intervals: dict[int, list[tuple[Interval, bool]]] = {}
     orders: dict[int, SampleOrder] = {}
+    fingerprint = ""  # the first one that is known
     for stretch in history:
         order = stretch.order
         first = history[0]
         same = replace(first.order, epoch=order.epoch) == order
-        if not same or first.start.fingerprint != stretch.start.fingerprint:
+        fingerprint = fingerprint or stretch.start.fingerprint
+        if not same or stretch.start.fingerprint not in ("", fingerprint):
             faults.append(
                 f"segment {stretch.start.segment}: it has another dataset, seed or order than the "
                 "ones before: its steps belong to another epoch's samples, or another loader has "

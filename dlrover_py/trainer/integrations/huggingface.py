@@ -437,7 +437,10 @@ class ElasticTrainer(Trainer):
             if self.control.should_training_stop:
                 break
         if not self._drained:
-            ends = self.control.should_training_stop or loader.epoch >= self.state.num_train_epochs
+            # With max_steps, the number of epochs is that of the present batch, and ends nothing: a
+            # larger batch may have completed as many in fewer steps.
+            by_epochs = self.args.max_steps <= 0 and loader.epoch >= self.state.num_train_epochs
+            ends = self.control.should_training_stop or by_epochs
             self._stopped_early = ends and self.state.global_step < self.state.max_steps
             self._save_step(force=ends)
 
@@ -602,7 +605,9 @@ def _steps_left(loader: ElasticLoader, epochs: float) -> int:
     size, length = sampler.global_batch, sampler.length
     per_epoch = -(-length // size)
     whole = int(epochs)
-    last = math.ceil((epochs - whole) * per_epoch)  # steps of an epoch that is not a whole one
+    # Steps of an epoch that is not a whole one. ``Trainer`` rounds up the sum of all steps, and a
+    # product with a part such as 1.1 - 1 may be rounded up to one step more.
+    last = math.ceil(epochs * per_epoch) - whole * per_epoch
     if sampler.epoch < whole:
         return sampler.steps_left() + (whole - sampler.epoch - 1) * per_epoch + last
     if sampler.epoch == whole:
