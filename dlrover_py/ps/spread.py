@@ -23,10 +23,15 @@ ENOUGH_COPIES = 1.1
 def after(one: Placement) -> tuple[str, ...]:
     """Return the members of a bucket when its learner is ready, the primary first."""
     if one.replacing is Replacing.PRIMARY:
-        return (one.learner, *one.backups)
+        return (one.learner, *backups_after(one))
     if one.replacing is Replacing.BACKUP:
         return (one.primary, one.learner)
     return one.members
+
+
+def backups_after(one: Placement) -> tuple[str, ...]:
+    """Return the backups of a bucket when its learner leads: a backup changes with the primary."""
+    return tuple(one.primary if backup == one.learner else backup for backup in one.backups)
 
 
 def led_loads(known: ClusterMap, weights: Sequence[float]) -> dict[str, float]:
@@ -128,8 +133,8 @@ class Spread:
             if backup in self._targets and (leaving or self._eases(bucket, one, backup, coarse)):
                 if self._ack is AckMode.BACKUP:
                     return replace(one, primary=backup, backups=(one.primary,))
-                # It may lack the last pushes: it must catch up first.
-                return replace(one, backups=(), learner=backup, replacing=Replacing.PRIMARY)
+                # It may lack the last pushes: it must catch up first, and stays a backup meanwhile.
+                return replace(one, learner=backup, replacing=Replacing.PRIMARY)
         fit = [server for server in self._targets if server not in one.members]
         if not fit:
             staying = tuple(backup for backup in one.backups if backup in self._targets)

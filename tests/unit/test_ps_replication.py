@@ -207,6 +207,30 @@ def test_with_ack_primary_only_backups_are_not_waited_for() -> None:
     assert kinds(a.push(1, [1])) == ["Replicate", "Pushed"]
 
 
+def test_a_backup_that_is_to_lead_is_waited_for_when_it_has_caught_up() -> None:
+    """It may lack pushes that were acknowledged, and must not lead before it has them."""
+    a, b = Server("a"), Server("b")
+    before, then = (
+        cluster(term, "a", "b", learner=learner, ack=AckMode.PRIMARY)
+        for term, learner in ((1, ""), (2, "b"))
+    )
+    for one in (a, b):
+        one.see(before)
+    lost = a.push(1, [1])
+    assert kinds(lost) == ["Replicate", "Pushed"]
+    asked = a.see(then)
+    assert a.replica.synced() == []
+    assert kinds(asked) == ["Compare"]
+    b.see(then)
+    lacking = b.get(*asked)
+    assert kinds(lacking) == ["Lacking"]
+    a.get(*b.get(*a.get(*lacking)))
+    assert a.replica.synced() == [(0, 2, "b")]
+    pushed = a.push(2, [1])
+    assert kinds(pushed) == ["Replicate"]
+    assert kinds(a.get(*b.get(*pushed))) == ["Pushed"]
+
+
 def test_an_older_incarnation_is_refused_on_each_bucket() -> None:
     a = Server("a")
     a.see(cluster(1, "a", clients={"w": 5}))
