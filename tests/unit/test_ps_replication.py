@@ -1,6 +1,8 @@
 """Copies of buckets: rare orders of messages, each of which once could lose or repeat a push."""
 
+from collections import deque
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ from dlrover_py.ps import specs
 from dlrover_py.ps.cluster_map import AckMode, ClusterMap, Placement, Replacing, Steps
 from dlrover_py.ps.planner import Planner, PlanRules
 from dlrover_py.ps.replication import Replica
-from dlrover_py.ps.server import without_copies
+from dlrover_py.ps.server import AT_ONCE, in_turn, without_copies
 from dlrover_py.ps.session import PendingRequests
 from dlrover_py.ps.specs import TableSpec
 from dlrover_py.ps.store import Store
@@ -383,6 +385,20 @@ def test_a_server_answers_only_one_of_the_copies_of_a_pull() -> None:
     staying: Any = [(b"x", pull, ids), (ROUTE, later, ids), (ROUTE, other, ids), (ROUTE, push, ids)]
     copies: Any = [(ROUTE, pull, ids), (ROUTE, m.Pull(4, 7, (1,)), ids)]
     assert list(without_copies([*copies, *staying, *copies], ROUTE, pull)) == staying
+
+
+@pytest.mark.parametrize(("takes_s", "handled"), [(0.0, AT_ONCE), (0.125, 3), (1.25, 1)])
+def test_requests_that_take_long_wait_for_the_next_turn(takes_s: float, handled: int) -> None:
+    """Pulls of 1.2 s each were answered one after the other, and their server counted as lost."""
+    requests: list[Any] = [(ROUTE, m.Pull(1, seq, (0,)), []) for seq in range(2 * AT_ONCE)]
+    queued = deque(requests)
+    now = count(0.0, takes_s)
+    assert list(in_turn(queued, lambda: next(now))) == requests[:handled]
+    assert list(queued) == requests[handled:]
+
+
+def test_a_queue_that_is_empty_ends_the_turn() -> None:
+    assert list(in_turn(deque(), lambda: 0.0)) == []
 
 
 def test_a_server_that_leaves_has_no_bucket_left_when_nobody_can_take_a_copy() -> None:
