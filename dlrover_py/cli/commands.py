@@ -40,7 +40,7 @@ from dlrover_py.protocol.job import CLUSTER_ONLY, INERT, ElasticJob
 from dlrover_py.protocol.names import NODE_ID, ROLE_WORKER, SERVER_PREFIX
 from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.sdk import MAX_LOADER_WORKERS, MAX_MICRO_BATCH
-from dlrover_py.protocol.status import JobPhase, TablesStatus, date_time
+from dlrover_py.protocol.status import JobPhase, JobStatus, TablesStatus, date_time
 from dlrover_py.protocol.words import counted
 
 SNAPSHOT_S = 60.0
@@ -829,8 +829,8 @@ def rebalance(name: str | None, dry_run: bool, target: Target) -> None:
         job.even_servers(at)
         name = job.name
 
-    def answer(tables: TablesStatus) -> str:
-        answered = tables.rebalanced
+    def answer(status: JobStatus) -> str:
+        answered = status.tables.rebalanced if status.tables is not None else None
         return answered.words if answered is not None and answered.request == at else ""
 
     words = _until(target, name, answer, REBALANCE_S)
@@ -871,7 +871,8 @@ def drain(server_id: str, name: str | None, timeout: float, target: Target) -> N
     Raises:
         ConfigError: there is no such job or server.
         UnreachableError: the server has not left in time.
-        DLRoverError: the job's cluster refuses a call, or does not answer.
+        DLRoverError: the server ended before it had given all its rows away; or the job's cluster
+            refuses a call, or does not answer.
     """
     with selected_live_job(target, name) as job:
         known = [one.id for one in _tables(job.load_view()).servers]
@@ -882,12 +883,9 @@ def drain(server_id: str, name: str | None, timeout: float, target: Target) -> N
         click.echo(job.drain_server(server_id), err=True)
         name = job.name
 
-    def left(tables: TablesStatus) -> bool:
-        return server_id not in [one.id for one in tables.servers]
-
-    if not _until(target, name, left, timeout):
+    if not _until(target, name, lambda status: server_map.has_left(status, server_id), timeout):
         raise UnreachableError(
-            f"{name}: {server_id} still has buckets after {timeout:g} s, and goes on leaving; see "
+            f"{name}: {server_id} has not ended after {timeout:g} s, and goes on leaving; see "
             "`dlrover ps map`"
         )
     click.echo(f"{name}: {server_id} has left")
@@ -908,10 +906,8 @@ def _tables(job_view: view.JobView) -> TablesStatus:
     return tables
 
 
-def _until(
-    target: Target, name: str, look: Callable[[TablesStatus], T], within_s: float
-) -> T | None:
-    """Look at the tables of a job until something is true of them; return that, or the last value.
+def _until(target: Target, name: str, look: Callable[[JobStatus], T], within_s: float) -> T | None:
+    """Look at the status of a job until something is true of it; return that, or the last value.
 
     Args:
         target: cluster that the flags name.
@@ -921,14 +917,15 @@ def _until(
 
     Raises:
         ConfigError: there is no such job any more.
-        DLRoverError: the job's cluster refuses a call, or does not answer.
+        DLRoverError: the question raises it; or the job's cluster refuses a call, or does not
+            answer.
     """
     deadline, pause = time.monotonic() + within_s, threading.Event()
     while True:
         # A job of a cluster is read anew each time: its handle has the object of the beginning.
         with selected_job(target, name, quiet=True) as found:
             status = found.load_view().status
-        answer = look(status.tables) if status is not None and status.tables is not None else None
+        answer = look(status) if status is not None else None
         if answer or time.monotonic() >= deadline:
             return answer
         if status is not None and status.phase.ended:

@@ -9,7 +9,8 @@ from typing import Any
 
 from rich.table import Table
 
-from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.errors import ConfigError, DLRoverError
+from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.status import MAX_LISTED_BUCKETS, JobStatus, TablesStatus
 from dlrover_py.protocol.words import counted, plain
 
@@ -111,6 +112,31 @@ def document(tables: TablesStatus) -> dict[str, Any]:
         ],
         "placements": placements,
     }
+
+
+def has_left(status: JobStatus, server: str) -> bool:
+    """Return whether a server that was asked to leave has ended.
+
+    The tables alone do not say so: they do not list a server that was silent for some seconds,
+    although it may still have rows.
+
+    Args:
+        status: The status of its job.
+        server: Id of the server.
+
+    Raises:
+        DLRoverError: It ended before it had given all its rows away.
+    """
+    for event in status.events:
+        if event.reason == EventReason.NODE_LOST and event.node == server:
+            raise DLRoverError(
+                f"{plain(event.message)}; rows without a further copy are lost: see the condition "
+                "TablesAtRisk in `dlrover job describe`"
+            )
+    listed = {one.id for one in status.servers}
+    if status.tables is not None:
+        listed |= {one.id for one in status.tables.servers}
+    return server not in listed
 
 
 @dataclass(frozen=True, slots=True)

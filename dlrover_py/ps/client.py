@@ -500,8 +500,8 @@ class PsClient(AbstractContextManager["PsClient"]):
         """Take note that all servers have a push, which ends a step of this worker."""
         pace = self._pace
         if not request.push or pace is None:
-            self._next_push()
             request.future.set_result(received(request.parts))
+            self._next_push()  # its error is not that of this request
             return
         pace.follower.end(request.step)
         pace.push = request

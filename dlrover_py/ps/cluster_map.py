@@ -48,7 +48,9 @@ class Placement:
     backups: tuple[str, ...] = ()
     """In-sync copies: each has every push that was acknowledged."""
     learner: str = ""
-    """A server that receives the rows; empty if there is none."""
+    """A server that receives the rows; empty if there is none.
+
+    It may be a backup that is to lead, and may lack the last pushes. It stays a backup then."""
     replacing: Replacing = Replacing.NOTHING
     lost: bool = False
     """Whether the last copy died: rows of acknowledged pushes are gone."""
@@ -58,7 +60,9 @@ class Placement:
     @property
     def followers(self) -> tuple[str, ...]:
         """The servers to which the primary sends its changes."""
-        return (*self.backups, self.learner) if self.learner else self.backups
+        if not self.learner or self.learner in self.backups:
+            return self.backups
+        return (*self.backups, self.learner)
 
     @property
     def members(self) -> tuple[str, ...]:

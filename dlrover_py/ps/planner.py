@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.ps.cluster_map import AckMode, ClusterMap, CutPlace, Placement, Replacing, Steps
 from dlrover_py.ps.specs import NAME, Consistency, TableSpec, check_consistency, check_table
-from dlrover_py.ps.spread import Spread
+from dlrover_py.ps.spread import Spread, backups_after
 
 MAX_TABLES = 1024
 MAX_CLIENTS = 65536
@@ -451,7 +451,7 @@ def foresee(known: ClusterMap, rules: PlanRules, weights: Sequence[int]) -> Clus
             say, so that the result is known soon; the real moves may then differ a little.
         weights: How much each bucket counts.
     """
-    moves = max(rules.moves, len(known.placements) // 64)
+    moves = max(rules.moves, len(known.placements) // 8)
     planner = Planner(known, replace(rules, moves=moves), 0.0)
     planner.weigh(weights)
     while any(one.learner and one.primary in known.servers for one in planner.map.placements):
@@ -474,7 +474,7 @@ def _with_learner(old: Placement) -> Placement:
     """Return the placement of a bucket whose learner has all rows."""
     new = replace(old, term=old.term + 1, learner="", replacing=Replacing.NOTHING)
     if old.replacing is Replacing.PRIMARY:
-        return replace(new, primary=old.learner)
+        return replace(new, primary=old.learner, backups=backups_after(old))
     if old.replacing is Replacing.BACKUP:
         return replace(new, backups=(old.learner,))
     return replace(new, backups=(*old.backups, old.learner))

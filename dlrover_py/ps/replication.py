@@ -475,7 +475,8 @@ class Replica:
             if not state.waiting:
                 continue
             # A learner may become the primary without a failure: it is waited for in any case.
-            spared = self._placement(bucket).backups if at_once else ()
+            placement = self._placement(bucket)
+            spared = set(placement.backups) - {placement.learner} if at_once else ()
             safe = _copied(state, spared)
             while state.waiting and state.waiting[0][0] <= safe:
                 _, route, seq = state.waiting.popleft()
@@ -726,7 +727,7 @@ def _lead(state: _BucketState, placement: Placement, before: int, now: float) ->
     old = state.followers if stays else {}
     state.followers = {}
     for follower in placement.followers:
-        backup = follower in placement.backups
+        backup = follower in placement.backups and follower != placement.learner
         known = old.get(follower) or _Follower(required=backup, streaming=backup)
         known.required = backup
         known.synced_at = -1

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,11 @@ RETRY_S = 1.0
 """Seconds after which a cut that could not be read is read again."""
 AT_ONCE = 32
 """Messages that are handled before other sockets have their turn."""
+TURN_S = 0.3
+"""Seconds after which other sockets have their turn in any case.
+
+The coordinator must hear a server that has many large pulls to answer: otherwise it counts as lost
+after ``PlanRules.silence_s``."""
 QUEUED = 256
 """Messages that a server reads ahead, to find the copies among them."""
 Request = tuple[bytes, Any, Payload]
@@ -60,7 +65,23 @@ _LOG = logging.getLogger(__name__)
 _LOG.addFilter(telemetry.RepeatFilter())
 
 
-def without_copies(queued: Iterable[Request], route: bytes, pull: m.Pull) -> deque[Request]:
+def in_turn(queued: deque[Request], clock: Callable[[], float]) -> Iterator[Request]:
+    """Take requests out of a queue, :data:`AT_ONCE` at most, and none after :data:`TURN_S`.
+
+    Args:
+        queued: The queue. It may change while the requests are handled.
+        clock: Returns the time in seconds.
+    """
+    until = clock() + TURN_S
+    for _ in range(AT_ONCE):
+        if not queued:
+            return
+        yield queued.popleft()
+        if clock() >= until:
+            return
+
+
+def without_copies(queued: Iterable[Request], route: bytes, pull: m.Pull) -> list[Request]:
     """Return the requests that are left when a pull was answered.
 
     A worker sends a pull again when the answer takes long. All copies would take as long.
@@ -80,7 +101,7 @@ def without_copies(queued: Iterable[Request], route: bytes, pull: m.Pull) -> deq
             and buckets.issuperset(known.buckets)
         )
 
-    return deque(one for one in queued if not is_copy(one))
+    return [one for one in queued if not is_copy(one)]
 
 
 class ParameterServer:
@@ -289,13 +310,10 @@ class ParameterServer:
         return self._reader is not None
 
     def _serve_queued(self) -> None:
-        """Handle what has come, a few messages at most, so that no socket waits for another."""
+        """Handle some of what has come: see :func:`in_turn`."""
         self._store.now = time.monotonic()
         self._queued.extend(self._received(self._inbox, QUEUED - len(self._queued)))
-        for _ in range(AT_ONCE):
-            if not self._queued:
-                return
-            route, message, payload = self._queued.popleft()
+        for route, message, payload in in_turn(self._queued, time.monotonic):
             try:
                 self._handle(route, message, payload)
             except WireError as error:
@@ -303,7 +321,9 @@ class ParameterServer:
             self._send_all()
             if isinstance(message, m.Pull):  # copies were sent before the worker had this answer
                 self._queued.extend(self._received(self._inbox, QUEUED - len(self._queued)))
-                self._queued = without_copies(self._queued, route, message)
+                left = without_copies(self._queued, route, message)
+                self._queued.clear()
+                self._queued.extend(left)
 
     def _received(self, socket: Any, most: int) -> Iterator[Request]:
         """Yield messages that have come: the connection, empty for the coordinator's, and more."""
@@ -344,10 +364,8 @@ class ParameterServer:
             return
         match message:
             case m.Push():
-                self._meter.count(payload, self._store, push=True)
                 replica.on_push(route, message, decoded(payload, self._store.dims), now)
             case m.Pull():
-                self._meter.count(payload, self._store, push=False)
                 replica.on_pull(route, message, payload)
             case m.Replicate():
                 replica.on_replicate(message, payload)

@@ -24,6 +24,24 @@ Payload = list[tuple[str, list[Array]]]
 _CHUNK = 2048
 """Rows that are updated at a time: their values and temporary arrays fit into the cache."""
 
+MAX_EXPIRED = 1 << 14
+"""Rows over their time to live that a push drops at most, or twice its own rows if that is more.
+
+After a pause, all rows of a table may be over it. Workers and copies must not wait for all."""
+
+
+def by_bucket(ids: Ids, of: Ids) -> dict[int, Ids]:
+    """Return ids by their bucket.
+
+    Args:
+        ids: The ids.
+        of: The bucket of each.
+    """
+    order = np.argsort(of, kind="stable")
+    buckets, first = np.unique(of[order], return_index=True)
+    parts = np.split(ids[order], first[1:])
+    return dict(zip(buckets.tolist(), parts, strict=False))  # without ids, there is one empty part
+
 
 class Table:
     """The rows of one table that a server has."""
@@ -59,8 +77,10 @@ class Table:
         self._ttl_s = spec.keep.ttl_s
         self._pushed_at: npt.NDArray[np.float64] = np.zeros(0)
         """The time at which each row was last pushed, if rows have a time to live."""
-        self._look_at = np.full(buckets, -np.inf)
-        """When the rows of each bucket are to be looked at next, if they have a time to live."""
+        self._look_at = -np.inf
+        """When all rows are looked at next, if they have a time to live."""
+        self._old: dict[int, Ids] = {}
+        """Ids, by bucket, of rows that were over their time to live at the last look."""
 
     def __len__(self) -> int:
         return len(self._index)
@@ -211,8 +231,9 @@ class Table:
     def _expired(self, pushed: Ids, record: list[Array], now: float) -> list[Array]:
         """Drop rows that were not pushed for their time to live; return the record with these.
 
-        Only buckets that the push has changed are looked at, because the copies of others would not
-        learn it. Each is looked at eight times in the time to live, because all rows are read.
+        Rows of buckets that the push has not changed stay, because their copies would not learn it.
+        All rows are looked at eight times in the time to live, and not with each push: that takes
+        long.
 
         Args:
             pushed: Row numbers of the push.
@@ -220,14 +241,26 @@ class Table:
             now: The time in seconds.
         """
         self._pushed_at[pushed] = now
-        due = (self._per_bucket(record[0].view(np.int64)) > 0) & (self._look_at <= now)
-        if not due.any():
+        if now >= self._look_at:
+            self._look_at = now + self._ttl_s / 8
+            ids, at = self._index.items()
+            ids = ids[self._pushed_at[at] < now - self._ttl_s]
+            self._old = by_bucket(ids, bucket_of(ids, self.salt, len(self._sizes)))
+        if not self._old:
             return record
-        self._look_at[due] = now + self._ttl_s / 8
-        ids, at = self._index.items()
-        of = bucket_of(ids, self.salt, len(self._sizes))
-        old = due[of] & (self._pushed_at[at] < now - self._ttl_s)
-        return self._with_dropped(record, ids[old], at[old])
+        taken = [np.zeros(0, np.int64)]
+        most = max(MAX_EXPIRED, 2 * len(pushed))
+        for bucket in np.flatnonzero(self._per_bucket(record[0].view(np.int64))).tolist():
+            old = self._old.pop(bucket, taken[0])
+            if len(old) > most:
+                self._old[bucket] = old[most:]
+            taken.append(old[:most])
+            most -= len(taken[-1])
+        ids = np.concatenate(taken)
+        at = self._index.find(ids)
+        # Some were dropped or pushed since the last look.
+        gone = (at >= 0) & (self._pushed_at[at] < now - self._ttl_s)
+        return self._with_dropped(record, ids[gone], at[gone])
 
     def _with_dropped(self, record: list[Array], ids: Ids, at: Ids) -> list[Array]:
         """Remove rows, which exist; return a record with that, too.
@@ -315,6 +348,10 @@ class Store:
         """The time in seconds, by which rows grow old."""
         self.dims: dict[str, int] = {}
         """Values in a row of each table."""
+        self.pulled: Ids = np.zeros(buckets, np.int64)
+        """Rows of each bucket that pulls have read so far."""
+        self.pushed: Ids = np.zeros(buckets, np.int64)
+        """Rows of each bucket to which gradients were applied so far."""
 
     def add(self, specs: Iterable[TableSpec]) -> None:
         """Make the tables that do not exist yet."""
@@ -369,18 +406,22 @@ class Store:
             buckets: The buckets.
             formats: How the rows of a table are to be sent, if not as float32.
         """
+        chosen = self.select(payload, buckets)
+        self.pulled += self._rows_per_bucket(chosen)
         return [
             (name, encode(self.tables[name].read(arrays[0].view(np.int64)),
                           formats.get(name, RowFormat.FP32)))
-            for name, arrays in self.select(payload, buckets)
+            for name, arrays in chosen
         ]  # fmt: skip
 
     def apply(self, payload: Payload, buckets: Collection[int]) -> Payload:
         """Apply the part of a push that is in some buckets; return the records."""
+        chosen = self.select(payload, buckets)
+        self.pushed += self._rows_per_bucket(chosen)
         return [
             (name, self.tables[name].apply(
                 arrays[0].view(np.int64), arrays[1].view(np.float32), self.now))
-            for name, arrays in self.select(payload, buckets)
+            for name, arrays in chosen
         ]  # fmt: skip
 
     def merge(self, payloads: Iterable[Payload], buckets: Collection[int]) -> Payload:
@@ -427,15 +468,12 @@ class Store:
             chosen.append((name, part))
         return chosen
 
-    def bucket_counts(self, payload: Payload) -> Ids:
-        """Return the number of ids of a payload in each bucket. What is no id counts nothing."""
+    def _rows_per_bucket(self, payload: Payload) -> Ids:
+        """Return the number of rows of a payload in each bucket."""
         counts = np.zeros(self.buckets, np.int64)
         for name, arrays in payload:
-            if name in self.tables and arrays:
-                ids = arrays[0]
-                if ids.dtype == np.int64 and ids.ndim == 1:
-                    found = self._buckets_of(self.tables[name], ids)
-                    counts += np.bincount(found, minlength=self.buckets)
+            found = self._buckets_of(self.tables[name], arrays[0])
+            counts += np.bincount(found, minlength=self.buckets)
         return counts
 
     def _buckets_of(self, table: Table, ids: Array) -> Ids:

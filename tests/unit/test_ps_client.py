@@ -14,6 +14,7 @@ from dlrover_py.ps import messages as m
 from dlrover_py.ps import specs
 from dlrover_py.ps.client import DataLossError, PsClient
 from dlrover_py.ps.coordinator import Coordinator
+from dlrover_py.ps.hashing import bucket_of, salt_of
 from dlrover_py.ps.map_store import MapFile
 from dlrover_py.ps.planner import PlanRules
 from dlrover_py.ps.request_rows import TableRows
@@ -151,6 +152,37 @@ def test_an_answer_that_the_client_cannot_use_ends_all_calls(tmp_path: Path) -> 
                 found.result(WAIT_S)
             with pytest.raises(DLRoverError, match="has failed"):
                 worker.pull({"table": np.arange(9)})
+    finally:
+        context.destroy(linger=0)
+
+
+def test_a_push_is_done_although_the_next_one_cannot_be_sent(tmp_path: Path) -> None:
+    """Its future never was, because the error of the next push came first."""
+    rules = PlanRules(buckets=2, servers=2, replicas=1, silence_s=2 * WAIT_S)
+    coordinator = Coordinator("job", TOKEN, MapFile(tmp_path / "map.json"), rules, time.monotonic())
+    key, context = coordinator.access.key, zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    coordinator.planner.heard("s0", f"tcp://127.0.0.1:{port}", time.monotonic())
+    coordinator.planner.heard("s1", "an address that does not exist", time.monotonic())
+    buckets = bucket_of(np.arange(9), salt_of("table"), 2)
+    try:
+        with (
+            coordinating(coordinator),
+            PsClient(coordinator.access, "worker-0", timeout_s=2 * WAIT_S) as worker,
+        ):
+            worker.create(TableSpec("table", 4))
+            first, second = (
+                worker.push({"table": (ids, np.ones((len(ids), 4), np.float32))})
+                for ids in (np.flatnonzero(buckets == bucket) for bucket in range(2))
+            )
+            assert router.poll(int(WAIT_S * 1000))
+            route, *frames = router.recv_multipart()
+            asked, _ = decode(frames, key)
+            send(router, m.Pushed(asked.seq, asked.buckets), [], key, route)
+            with pytest.raises(DLRoverError, match="the client of the parameter server has failed"):
+                second.result(WAIT_S)
+            assert first.result(WAIT_S) == {}
     finally:
         context.destroy(linger=0)
 

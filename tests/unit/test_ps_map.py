@@ -6,8 +6,9 @@ import pytest
 from rich.console import Console
 
 from dlrover_py.cli import server_map
-from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.errors import ConfigError, DLRoverError
 from dlrover_py.protocol.status import (
+    JobEvent,
     JobPhase,
     JobStatus,
     ServerLoad,
@@ -92,6 +93,27 @@ def test_copies_would_go_to_a_server_without_any() -> None:
     assert plan.later < plan.busiest
     leaving = server_map.foreseen(status(tables, "ps2"))
     assert not [one for one in leaving.moves if "ps2" in one.words]
+
+
+def test_a_server_has_left_when_it_has_ended() -> None:
+    """The tables do not list a server that was silent for 3 s, although it still has rows."""
+    silent = TABLES.model_copy(update={"servers": TABLES.servers[:1]})
+    assert not server_map.has_left(status(TABLES, "ps1"), "ps1")
+    assert not server_map.has_left(status(silent, "ps1"), "ps1")
+    assert not server_map.has_left(status(TABLES), "ps1"), "the coordinator still has it"
+    assert server_map.has_left(status(silent), "ps1")
+    assert server_map.has_left(status(None), "ps1"), "a new master has not heard of the tables yet"
+
+
+def test_a_server_that_was_killed_with_rows_has_not_left() -> None:
+    """It said that the server has left, with exit code 0."""
+    words = "server ps1 has left: it is drained; it had not given all its rows away: exit code -9"
+    lost = JobEvent(id=9, at=0.0, type="Warning", reason="NodeLost", message=words, node="ps1")
+    silent = TABLES.model_copy(update={"servers": TABLES.servers[:1]})
+    told = status(silent).model_copy(update={"events": [lost]})
+    with pytest.raises(DLRoverError, match="had not given all its rows away: exit code -9; rows"):
+        server_map.has_left(told, "ps1")
+    assert server_map.has_left(told, "ps2")
 
 
 def test_lost_buckets_are_said() -> None:

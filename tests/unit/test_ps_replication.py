@@ -1,6 +1,8 @@
 """Copies of buckets: rare orders of messages, each of which once could lose or repeat a push."""
 
+from collections import deque
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ from dlrover_py.ps import specs
 from dlrover_py.ps.cluster_map import AckMode, ClusterMap, Placement, Replacing, Steps
 from dlrover_py.ps.planner import Planner, PlanRules
 from dlrover_py.ps.replication import Replica
-from dlrover_py.ps.server import without_copies
+from dlrover_py.ps.server import AT_ONCE, in_turn, without_copies
 from dlrover_py.ps.session import PendingRequests
 from dlrover_py.ps.specs import TableSpec
 from dlrover_py.ps.store import Store
@@ -207,6 +209,30 @@ def test_with_ack_primary_only_backups_are_not_waited_for() -> None:
     assert kinds(a.push(1, [1])) == ["Replicate", "Pushed"]
 
 
+def test_a_backup_that_is_to_lead_is_waited_for_when_it_has_caught_up() -> None:
+    """It may lack pushes that were acknowledged, and must not lead before it has them."""
+    a, b = Server("a"), Server("b")
+    before, then = (
+        cluster(term, "a", "b", learner=learner, ack=AckMode.PRIMARY)
+        for term, learner in ((1, ""), (2, "b"))
+    )
+    for one in (a, b):
+        one.see(before)
+    lost = a.push(1, [1])
+    assert kinds(lost) == ["Replicate", "Pushed"]
+    asked = a.see(then)
+    assert a.replica.synced() == []
+    assert kinds(asked) == ["Compare"]
+    b.see(then)
+    lacking = b.get(*asked)
+    assert kinds(lacking) == ["Lacking"]
+    a.get(*b.get(*a.get(*lacking)))
+    assert a.replica.synced() == [(0, 2, "b")]
+    pushed = a.push(2, [1])
+    assert kinds(pushed) == ["Replicate"]
+    assert kinds(a.get(*b.get(*pushed))) == ["Pushed"]
+
+
 def test_an_older_incarnation_is_refused_on_each_bucket() -> None:
     a = Server("a")
     a.see(cluster(1, "a", clients={"w": 5}))
@@ -359,6 +385,20 @@ def test_a_server_answers_only_one_of_the_copies_of_a_pull() -> None:
     staying: Any = [(b"x", pull, ids), (ROUTE, later, ids), (ROUTE, other, ids), (ROUTE, push, ids)]
     copies: Any = [(ROUTE, pull, ids), (ROUTE, m.Pull(4, 7, (1,)), ids)]
     assert list(without_copies([*copies, *staying, *copies], ROUTE, pull)) == staying
+
+
+@pytest.mark.parametrize(("takes_s", "handled"), [(0.0, AT_ONCE), (0.125, 3), (1.25, 1)])
+def test_requests_that_take_long_wait_for_the_next_turn(takes_s: float, handled: int) -> None:
+    """Pulls of 1.2 s each were answered one after the other, and their server counted as lost."""
+    requests: list[Any] = [(ROUTE, m.Pull(1, seq, (0,)), []) for seq in range(2 * AT_ONCE)]
+    queued = deque(requests)
+    now = count(0.0, takes_s)
+    assert list(in_turn(queued, lambda: next(now))) == requests[:handled]
+    assert list(queued) == requests[handled:]
+
+
+def test_a_queue_that_is_empty_ends_the_turn() -> None:
+    assert list(in_turn(deque(), lambda: 0.0)) == []
 
 
 def test_a_server_that_leaves_has_no_bucket_left_when_nobody_can_take_a_copy() -> None:

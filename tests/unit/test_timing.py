@@ -24,6 +24,8 @@ from dlrover_py.net.liveness import ProbeTiming
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.status import PROGRESS_S
 from dlrover_py.protocol.timing import AGENT_ASK_S, AGENT_DISCONNECTED_S, MASTER_LOST_S, Timing
+from dlrover_py.ps import server as ps_server
+from dlrover_py.ps.planner import PlanRules
 from dlrover_py.trainer.candidates import SearchTiming
 
 
@@ -97,6 +99,11 @@ def test_a_master_that_hangs_is_killed_before_idle_agents_give_it_up() -> None:
         (LONGEST_EXCHANGE_S, FIRST_ANSWER_S, "the first report of an agent is answered in time"),
         (REST_S + SAVE_S, DEAD_S, "a master that waits for its journal is not dead"),
         (SAVE_S + PUBLISH_END_S, MASTER_GRACE_S, "a master that ends can write its last status"),
+        (
+            3 * (ps_server.ALIVE_S + ps_server.TURN_S),
+            PlanRules().silence_s,
+            "a server that has much to do is heard",
+        ),
     ],
 )
 def test_a_time_of_one_module_is_shorter_than_that_of_another(
