@@ -200,7 +200,7 @@ def test_a_rank_that_uses_its_cpu_may_only_be_slow() -> None:
 @pytest.mark.parametrize("busy", [1, 2])
 def test_no_verdict_is_sure_while_one_of_the_guilty_ranks_works(busy: int) -> None:
     """The idle one may wait for what the other one writes."""
-    facts = {busy: {"cpu": 0.9, "io_bytes_per_s": 5e8}}
+    facts: dict[int, dict[str, Any]] = {busy: {"cpu": 0.9, "io_bytes_per_s": 5e8}}
     found = verdict(worker(0, "4*"), *(worker(r, "3", **facts.get(r, {})) for r in (1, 2)))
     assert (found.ranks, found.busy, found.sure) == ([1, 2], True, False)
     assert found.message.endswith(f"and rank {busy} uses its CPU")
