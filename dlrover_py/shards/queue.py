@@ -392,9 +392,9 @@ class ShardQueue:
     def _refusal(self, request: ShardRequest) -> str:
         """Return why the user must act, in words; empty if the request can be taken in."""
         record = self.record
-        spec = request.spec or record.spec
-        if difference := different(request.dataset, record.spec, spec):
-            return difference
+        spec = request.spec
+        if spec is not None and (words := different(request.dataset, record.spec, spec)):
+            return words
         limit = self._supply.limit
         if len(record.quarantined) >= min(MAX_QUARANTINED, limit or MAX_QUARANTINED):
             shard, found = next(reversed(record.quarantined.items()))
