@@ -329,9 +329,9 @@ class Load:
     nbytes: int
     """Bytes of these rows, with the values of the optimizer."""
     pulled_per_s: float
-    """Rows per second that workers have asked for."""
+    """Rows per second that workers have got."""
     pushed_per_s: float
-    """Rows per second with gradients that workers have sent."""
+    """Rows per second to which gradients of workers were applied."""
     waiting: int
     """Pushes that other copies do not have yet."""
     bucket_rows: tuple[tuple[int, int], ...] = ()

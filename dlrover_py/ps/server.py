@@ -364,10 +364,8 @@ class ParameterServer:
             return
         match message:
             case m.Push():
-                self._meter.count(payload, self._store, push=True)
                 replica.on_push(route, message, decoded(payload, self._store.dims), now)
             case m.Pull():
-                self._meter.count(payload, self._store, push=False)
                 replica.on_pull(route, message, payload)
             case m.Replicate():
                 replica.on_replicate(message, payload)

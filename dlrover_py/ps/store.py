@@ -348,6 +348,10 @@ class Store:
         """The time in seconds, by which rows grow old."""
         self.dims: dict[str, int] = {}
         """Values in a row of each table."""
+        self.pulled: Ids = np.zeros(buckets, np.int64)
+        """Rows of each bucket that pulls have read so far."""
+        self.pushed: Ids = np.zeros(buckets, np.int64)
+        """Rows of each bucket to which gradients were applied so far."""
 
     def add(self, specs: Iterable[TableSpec]) -> None:
         """Make the tables that do not exist yet."""
@@ -402,18 +406,22 @@ class Store:
             buckets: The buckets.
             formats: How the rows of a table are to be sent, if not as float32.
         """
+        chosen = self.select(payload, buckets)
+        self.pulled += self.bucket_counts(chosen)
         return [
             (name, encode(self.tables[name].read(arrays[0].view(np.int64)),
                           formats.get(name, RowFormat.FP32)))
-            for name, arrays in self.select(payload, buckets)
+            for name, arrays in chosen
         ]  # fmt: skip
 
     def apply(self, payload: Payload, buckets: Collection[int]) -> Payload:
         """Apply the part of a push that is in some buckets; return the records."""
+        chosen = self.select(payload, buckets)
+        self.pushed += self.bucket_counts(chosen)
         return [
             (name, self.tables[name].apply(
                 arrays[0].view(np.int64), arrays[1].view(np.float32), self.now))
-            for name, arrays in self.select(payload, buckets)
+            for name, arrays in chosen
         ]  # fmt: skip
 
     def merge(self, payloads: Iterable[Payload], buckets: Collection[int]) -> Payload:
@@ -461,14 +469,11 @@ class Store:
         return chosen
 
     def bucket_counts(self, payload: Payload) -> Ids:
-        """Return the number of ids of a payload in each bucket. What is no id counts nothing."""
+        """Return the number of rows of a payload in each bucket."""
         counts = np.zeros(self.buckets, np.int64)
         for name, arrays in payload:
-            if name in self.tables and arrays:
-                ids = arrays[0]
-                if ids.dtype == np.int64 and ids.ndim == 1:
-                    found = self._buckets_of(self.tables[name], ids)
-                    counts += np.bincount(found, minlength=self.buckets)
+            found = self._buckets_of(self.tables[name], arrays[0])
+            counts += np.bincount(found, minlength=self.buckets)
         return counts
 
     def _buckets_of(self, table: Table, ids: Array) -> Ids:

@@ -1,22 +1,32 @@
 """Servers are evened by the rows that workers ask for, with few moves, and not to and fro."""
 
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
+import zmq
 
+from dlrover_py.ps import messages as m
 from dlrover_py.ps.balance import MIN_RATE, PAUSE_S, WINDOW_S, WINDOWS, BucketLoads
-from dlrover_py.ps.cluster_map import AckMode, ClusterMap
+from dlrover_py.ps.cluster_map import AckMode, ClusterMap, Placement
 from dlrover_py.ps.hashing import bucket_of, salt_of
 from dlrover_py.ps.planner import Planner, PlanRules, foresee
+from dlrover_py.ps.server import ParameterServer
+from dlrover_py.ps.specs import TableSpec
 from dlrover_py.ps.spread import led_loads, unevenness, unevenness_of
+from dlrover_py.ps.wire import JobAccess, decode, send
+from tests.ps_threads import TOKEN
 
 IDS = 1_000_000
 ROWS = 200_000
 """Rows that workers ask for in a window."""
+T = TypeVar("T")
 Counts = npt.NDArray[np.int64]
 
 
@@ -252,3 +262,48 @@ def test_without_weights_an_old_map_can_be_read() -> None:
     stored = msgspec.to_builtins(replace(planner(2, 4).map))
     del stored["weights"]
     assert msgspec.convert(stored, ClusterMap).weights == ()
+
+
+def test_what_a_server_refuses_is_no_load() -> None:
+    """A worker asks for it again and again while buckets move: each time counted as load."""
+    table, ids = TableSpec("t", 2), np.arange(100)
+    places = (Placement(1, "ps0"), Placement(1, "ps1"))
+    context = zmq.Context()
+    coordinator, worker = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
+    port = coordinator.bind_to_random_port("tcp://127.0.0.1")
+    access = JobAccess("tests", f"tcp://127.0.0.1:{port}", TOKEN)
+    server = ParameterServer(access, "ps0")
+    thread = threading.Thread(target=server.run)
+    thread.start()
+
+    def heard(kind: type[T]) -> tuple[bytes, T]:
+        """Return the next message of a kind from the server, and the connection."""
+        while coordinator.poll(30_000):
+            route, *frames = coordinator.recv_multipart()
+            message, _ = decode(frames, access.key)
+            if isinstance(message, kind):
+                return route, message
+        raise AssertionError(f"no {kind.__name__}")
+
+    try:
+        route, alive = heard(m.Alive)
+        servers = {"ps0": alive.address, "ps1": "tcp://127.0.0.1:9"}
+        known = ClusterMap(
+            "tests", 1, tables=(table,), servers=servers, clients={"w": 1}, placements=places
+        )
+        send(coordinator, m.MapNews(known), [], access.key, route)
+        worker.connect(alive.address)
+        for seq in range(1, 4):
+            for asked in (m.Pull(1, seq, (0, 1)), m.Push("w", 1, 1, seq, (0, 1))):
+                grads = [np.ones((100, 2), np.float32)] if isinstance(asked, m.Push) else []
+                send(worker, asked, [("t", [ids, *grads])], access.key)
+        counted: Counter[int] = Counter()
+        led = int((bucket_of(ids, salt_of("t"), 2) == 0).sum())
+        while counted[0] < 6 * led:
+            counted.update(dict(heard(m.Load)[1].bucket_rows))
+        assert counted == {0: 6 * led}
+    finally:
+        server.stop()
+        thread.join()
+        server.close()
+        context.destroy(linger=0)
