@@ -451,7 +451,7 @@ def foresee(known: ClusterMap, rules: PlanRules, weights: Sequence[int]) -> Clus
             say, so that the result is known soon; the real moves may then differ a little.
         weights: How much each bucket counts.
     """
-    moves = max(rules.moves, len(known.placements) // 64)
+    moves = max(rules.moves, len(known.placements) // 8)
     planner = Planner(known, replace(rules, moves=moves), 0.0)
     planner.weigh(weights)
     while any(one.learner and one.primary in known.servers for one in planner.map.placements):

@@ -91,6 +91,9 @@ class Spread:
         count = max(1, len(targets))
         self._mean_led = sum(self._weights) / count
         self._mean_copies = self.copies.total() / count
+        self._least_led = self._least_copies = 0
+        """At most the load, and the copies, of each server that may get buckets."""
+        self._look_for_least()
 
     def order(self, *, coarse: bool) -> list[int]:
         """Return the buckets in the order in which they should move.
@@ -115,6 +118,11 @@ class Spread:
         self.copies.update(later)
         self.led[before[0]] -= self._weights[bucket]
         self.led[later[0]] += self._weights[bucket]
+        self._look_for_least()
+
+    def _look_for_least(self) -> None:
+        self._least_led = min((self.led[server] for server in self._targets), default=0)
+        self._least_copies = min((self.copies[server] for server in self._targets), default=0)
 
     def better(self, bucket: int, one: Placement, *, coarse: bool) -> Placement | None:
         """Return a placement that makes servers more even; None if there is none.
@@ -128,36 +136,47 @@ class Spread:
                 keeps.
         """
         leaving = one.primary not in self._targets
+        may_lead = leaving or self._eases(bucket, one, self._least_led, coarse)
+        if not may_lead and not self._should_move(one.backups, self._least_copies):
+            return None  # as for nearly all buckets: servers are not compared
         # A backup has the rows: nothing is copied.
         for backup in one.backups:
-            if backup in self._targets and (leaving or self._eases(bucket, one, backup, coarse)):
+            if backup in self._targets and (
+                leaving or self._eases(bucket, one, self.led[backup], coarse)
+            ):
                 if self._ack is AckMode.BACKUP:
                     return replace(one, primary=backup, backups=(one.primary,))
                 # It may lack the last pushes: it must catch up first, and stays a backup meanwhile.
                 return replace(one, learner=backup, replacing=Replacing.PRIMARY)
-        fit = [server for server in self._targets if server not in one.members]
+        members = one.members
+        fit = [server for server in self._targets if server not in members]
         if not fit:
             staying = tuple(backup for backup in one.backups if backup in self._targets)
             leave = one.primary in self._targets and staying != one.backups
             return replace(one, backups=staying) if leave else None
         least = min(fit, key=lambda server: (self.led[server], self.copies[server], server))
-        if leaving or self._eases(bucket, one, least, coarse):
+        if leaving or self._eases(bucket, one, self.led[least], coarse):
             return replace(one, learner=least, replacing=Replacing.PRIMARY)
         least = min(fit, key=lambda server: (self.copies[server], server))
-        for backup in one.backups:
-            if backup not in self._targets or self._has_more_copies(backup, least):
-                return replace(one, learner=least, replacing=Replacing.BACKUP)
+        if self._should_move(one.backups, self.copies[least]):
+            return replace(one, learner=least, replacing=Replacing.BACKUP)
         return None
 
-    def _eases(self, bucket: int, one: Placement, target: str, coarse: bool) -> bool:
-        """Return whether a bucket should be led by another server, to even the loads."""
-        weight, gap = self._weights[bucket], self.led[one.primary] - self.led[target]
+    def _eases(self, bucket: int, one: Placement, led: int, coarse: bool) -> bool:
+        """Return whether a bucket should be led by another server, which has some load."""
+        weight, gap = self._weights[bucket], self.led[one.primary] - led
         if not (weight < gap if coarse else 2 * weight <= gap):
             return False
         busy = self.led[one.primary] > ENOUGH * self._mean_led
-        return not self._measured or busy or self.led[target] < IDLE * self._mean_led
+        return not self._measured or busy or led < IDLE * self._mean_led
 
-    def _has_more_copies(self, server: str, target: str) -> bool:
-        gap = self.copies[server] - self.copies[target]
-        busy = self.copies[server] > ENOUGH_COPIES * self._mean_copies
-        return gap > 1 and (not self._measured or busy or not self.copies[target])
+    def _should_move(self, backups: Collection[str], copies: int) -> bool:
+        """Return whether one of some backups should go to a server with a number of copies."""
+        for backup in backups:
+            gap = self.copies[backup] - copies
+            busy = self.copies[backup] > ENOUGH_COPIES * self._mean_copies
+            if backup not in self._targets or (
+                gap > 1 and (not self._measured or busy or not copies)
+            ):
+                return True
+        return False
