@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.ps.cluster_map import AckMode, ClusterMap, CutPlace, Placement, Replacing, Steps
 from dlrover_py.ps.specs import NAME, Consistency, TableSpec, check_consistency, check_table
-from dlrover_py.ps.spread import Spread, backups_after
+from dlrover_py.ps.spread import Spread, backups_after, unevenness_of
 
 MAX_TABLES = 1024
 MAX_CLIENTS = 65536
@@ -457,6 +457,38 @@ def foresee(known: ClusterMap, rules: PlanRules, weights: Sequence[int]) -> Clus
     while any(one.learner and one.primary in known.servers for one in planner.map.placements):
         planner.catch_up()
     return planner.map
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What the weights of buckets lead to."""
+
+    busiest: float
+    """The load of the busiest server now, as a multiple of the mean."""
+    later: float
+    """The same when all moves are over."""
+    map: ClusterMap
+    """The map when all moves are over: the present one if nothing is worth a move."""
+    moves: bool
+    """Whether buckets should move."""
+
+
+def outlook(
+    known: ClusterMap, rules: PlanRules, weights: Sequence[int], least_gain: float
+) -> Outlook:
+    """Return whether the servers should be evened by some weights, and what follows.
+
+    Args:
+        known: The present map.
+        rules: How buckets are kept.
+        weights: How much each bucket counts.
+        least_gain: Least decrease of the busiest server's load, as a part of the mean.
+    """
+    foreseen = foresee(known, rules, weights)
+    busiest, later = unevenness_of(known, weights), unevenness_of(foreseen, weights)
+    if busiest - later < least_gain:
+        return Outlook(busiest, busiest, known, moves=False)
+    return Outlook(busiest, later, foreseen, moves=True)
 
 
 def _loses(one: Placement, server: str) -> bool:
