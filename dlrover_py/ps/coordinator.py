@@ -363,7 +363,7 @@ class Coordinator:
                 planner.join(message.client, message.call)
                 epoch = -1  # the answer is a map in any case
             case m.CreateTable():
-                planner.create_table(message.spec)
+                planner.create_table(message.spec, message.client, message.incarnation)
                 epoch = -1
             case m.UseConsistency():
                 self._check_steps(message.consistency)

@@ -67,8 +67,10 @@ class Planner:
         """
         self.map = start
         self.rules = rules
-        self._used: set[str] = set()
-        """The tables that workers have asked this planner for. The map may have others of a cut."""
+        self._used: dict[str, tuple[int, set[str]]] = {}
+        """The incarnation of each worker, and the tables that it has asked this planner for.
+
+        The map may have others: of a cut, or of workers that have ended."""
         self._until: dict[str, float] = {}
         """When each server counts as lost, unless it is heard before."""
         self.wait_for_all(now)
@@ -139,15 +141,22 @@ class Planner:
         """Note that a request of a user to even the servers is answered."""
         self._set(rebalanced=request)
 
-    def create_table(self, spec: TableSpec) -> None:
+    def create_table(self, spec: TableSpec, client: str = "", incarnation: int = 0) -> None:
         """Add a table, if it does not exist.
+
+        Args:
+            spec: The table.
+            client: Name of the worker that uses it; empty if no worker does.
+            incarnation: Incarnation of the worker. What an older one uses does not count.
 
         Raises:
             ConfigError: The table is malformed, or differs from the existing one of its name.
         """
         check_table(spec)
         known = self.map.table(spec.name)
-        self._used.add(spec.name)
+        if incarnation and incarnation == self.map.clients.get(client):
+            before, used = self._used.get(client, (0, set()))
+            self._used[client] = incarnation, {*(used if before == incarnation else ()), spec.name}
         if known is None:
             if len(self.map.tables) >= MAX_TABLES:
                 raise ConfigError(f"expected at most {MAX_TABLES} tables")
@@ -281,7 +290,13 @@ class Planner:
                 )
         later = self.map.epoch + 1
         names = {table.name for table in tables}
-        absent, unused = self._used - names - set(new), names - self._used
+        used = {
+            table
+            for name, (incarnation, found) in self._used.items()
+            if name in staying and incarnation == self.map.clients[name]
+            for table in found
+        }
+        absent, unused = used - names - set(new), names - used
         if absent and unused:
             raise ConfigError(
                 f"the cut has no table {', '.join(sorted(absent))}, and this job does not use its "
