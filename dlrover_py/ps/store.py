@@ -88,7 +88,8 @@ class Table:
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays of rows."""
-        return self._rows.nbytes + self._steps.nbytes + sum(slot.nbytes for slot in self._slots)
+        arrays: list[Array] = [self._rows, self._steps, self._used, self._pushed_at, *self._slots]
+        return sum(array.nbytes for array in arrays)
 
     def read(self, ids: Ids) -> Floats:
         """Return rows, shape ``[n, dim]``. A row that no push has changed has its first values."""
