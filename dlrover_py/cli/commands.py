@@ -785,12 +785,13 @@ def show_map(name: str | None, as_json: bool, target: Target) -> None:
     with selected_job(target, name, quiet=as_json) as job:
         job_view = job.load_view()
     tables = _tables(job_view)
+    leaving = server_map.leaving_servers(job_view.status) if job_view.status is not None else set()
     if as_json:
-        click.echo(json.dumps(server_map.document(tables)))
+        click.echo(json.dumps(server_map.document(tables, leaving)))
         return
     console = Console(highlight=False, soft_wrap=True, width=_width() or 200)
     console.print(f"{job_view.name}: {view.tables_words(tables)}", markup=False)
-    console.print(server_map.table(tables))
+    console.print(server_map.table(tables, leaving))
 
 
 @ps.command()

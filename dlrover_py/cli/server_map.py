@@ -37,12 +37,23 @@ class BucketMove:
         return line + f"a copy on {self.copied_to}"
 
 
-def load_shares(tables: TablesStatus) -> dict[str, float]:
-    """Return the load of each server as a multiple of the mean; empty if nothing was measured."""
-    total = sum(one.asked_per_s for one in tables.servers)
+def leaving_servers(status: JobStatus) -> set[str]:
+    """Return the servers of a job that are to leave."""
+    return {one.id for one in status.servers if one.message}
+
+
+def load_shares(tables: TablesStatus, leaving: Collection[str] = ()) -> dict[str, float]:
+    """Return the load of each server as a multiple of the mean; empty if nothing was measured.
+
+    Args:
+        tables: The tables.
+        leaving: Servers that are to leave. The mean is that of all others, as for the planner.
+    """
+    staying = [one.asked_per_s for one in tables.servers if one.id not in leaving]
+    total = sum(staying)
     if not total:
         return {}
-    return {one.id: one.asked_per_s * len(tables.servers) / total for one in tables.servers}
+    return {one.id: one.asked_per_s * len(staying) / total for one in tables.servers}
 
 
 def numbers(buckets: Sequence[int]) -> str:
@@ -56,15 +67,20 @@ def numbers(buckets: Sequence[int]) -> str:
     return " ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
 
 
-def table(tables: TablesStatus) -> Table:
-    """Return what each server has, as a table."""
+def table(tables: TablesStatus, leaving: Collection[str] = ()) -> Table:
+    """Return what each server has, as a table.
+
+    Args:
+        tables: The tables.
+        leaving: Servers that are to leave.
+    """
     made = Table(box=None, pad_edge=False, header_style="bold")
     made.add_column("SERVER")
     for name in ("ASKED/S", "OF MEAN"):
         made.add_column(name, justify="right", no_wrap=True)
     for name in ("LEADS", "COPIES OF", "RECEIVES"):
         made.add_column(name, overflow="fold")
-    shares = load_shares(tables)
+    shares = load_shares(tables, leaving)
     listed = tables.buckets <= MAX_LISTED_BUCKETS
     for one in tables.servers:
         made.add_row(
@@ -78,9 +94,15 @@ def table(tables: TablesStatus) -> Table:
     return made
 
 
-def document(tables: TablesStatus) -> dict[str, Any]:
-    """Return the map for scripts. ``placements`` is empty with more than 512 buckets."""
-    shares, rates = load_shares(tables), tables.bucket_rows_per_s
+def document(tables: TablesStatus, leaving: Collection[str] = ()) -> dict[str, Any]:
+    """Return the map for scripts. ``placements`` is empty with more than 512 buckets.
+
+    Args:
+        tables: The tables.
+        leaving: Servers that are to leave. None of them counts as the busiest one.
+    """
+    shares, rates = load_shares(tables, leaving), tables.bucket_rows_per_s
+    staying = [share for name, share in shares.items() if name not in leaving]
     placements: list[dict[str, Any]] = [
         {"bucket": bucket, "primary": None, "backups": [], "receivers": [], "rows_per_s": rate}
         for bucket, rate in enumerate(rates or [None] * tables.buckets)
@@ -98,7 +120,7 @@ def document(tables: TablesStatus) -> dict[str, Any]:
         "epoch": tables.epoch,
         "buckets": tables.buckets,
         "lost_buckets": tables.lost_buckets,
-        "busiest": max(shares.values()) if shares else None,
+        "busiest": max(staying, default=None),
         "servers": [
             {
                 "id": one.id,
@@ -166,9 +188,8 @@ def foreseen(status: JobStatus) -> Foreseen:
     Raises:
         ConfigError: The buckets or their loads are not known.
     """
-    from dlrover_py.ps.balance import weights_of
-    from dlrover_py.ps.planner import PlanRules, foresee
-    from dlrover_py.ps.spread import unevenness_of
+    from dlrover_py.ps.balance import LEAST_ASKED_GAIN, weights_of
+    from dlrover_py.ps.planner import PlanRules, outlook
 
     tables = status.tables
     weights = weights_of(tables.bucket_rows_per_s) if tables is not None else ()
@@ -177,17 +198,16 @@ def foreseen(status: JobStatus) -> Foreseen:
             "expected workers that have asked for rows in the last half minute, found loads of no "
             f"bucket; they are listed with at most {MAX_LISTED_BUCKETS} buckets"
         )
-    known = _known(tables, {one.id for one in status.servers if one.message})
+    known = _known(tables, leaving_servers(status))
     copies = max(len(one.members) for one in known.placements)
     rules = PlanRules(buckets=tables.buckets, servers=len(known.servers), replicas=copies)
-    later = foresee(known, rules, weights)
+    found = outlook(known, rules, weights, LEAST_ASKED_GAIN)
     moves = []
-    for bucket, (old, new) in enumerate(zip(known.placements, later.placements, strict=True)):
+    for bucket, (old, new) in enumerate(zip(known.placements, found.map.placements, strict=True)):
         copied = [name for name in new.members if name not in old.members]
         if copied or old.primary != new.primary:
             moves.append(BucketMove(bucket, old.primary, new.primary, "".join(copied[:1])))
-    now = unevenness_of(known, weights)
-    return Foreseen(now, unevenness_of(later, weights), moves)
+    return Foreseen(found.busiest, found.later, moves)
 
 
 def _known(tables: TablesStatus, leaving: Collection[str]) -> Any:

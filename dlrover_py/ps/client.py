@@ -199,7 +199,7 @@ class PsClient(AbstractContextManager["PsClient"]):
         """
         formats = formats or Formats()
         self._tables.check(spec, formats)
-        command = m.CreateTable(spec)
+        command = m.CreateTable(spec, self.name, self._incarnation)
         self._wait(lambda: self.map.table(spec.name) == spec, f"table {spec.name}", command)
         self._tables.add(spec, formats)
 

@@ -23,14 +23,14 @@ from dlrover_py.protocol.errors import (
 )
 from dlrover_py.protocol.words import counted
 from dlrover_py.ps import messages as m
-from dlrover_py.ps.balance import LEAST_GAIN, BucketLoads
+from dlrover_py.ps.balance import LEAST_ASKED_GAIN, LEAST_GAIN, BucketLoads
 from dlrover_py.ps.cluster_map import ClusterMap, CutPlace
 from dlrover_py.ps.cuts import CutDirectory, SavedCut
 from dlrover_py.ps.map_store import MapStore, MapTooLargeError
 from dlrover_py.ps.meetings import Meetings
-from dlrover_py.ps.planner import Planner, PlanRules, foresee
+from dlrover_py.ps.planner import Planner, PlanRules, outlook
 from dlrover_py.ps.specs import Consistency, ConsistencyKind
-from dlrover_py.ps.spread import after, unevenness_of
+from dlrover_py.ps.spread import after
 from dlrover_py.ps.steps import StepGroup
 from dlrover_py.ps.wire import (
     MAX_BODY_BYTES,
@@ -283,7 +283,7 @@ class Coordinator:
     def _answer(self, request: str) -> None:
         self._request, weights = "", self.bucket_loads.weights
         if len(weights) == len(self.planner.map.placements) > 0:
-            words = self._even(weights, 0.01)
+            words = self._even(weights, LEAST_ASKED_GAIN)
         else:
             words = "nothing moves: workers have asked for too few rows in the last half minute"
         self.rebalanced = (request, words)
@@ -297,20 +297,18 @@ class Coordinator:
             least_gain: Least decrease of the busiest server's load, as a part of the mean.
         """
         known = self.planner.map
-        foreseen = foresee(known, self.planner.rules, weights)
-        now, later = unevenness_of(known, weights), unevenness_of(foreseen, weights)
-        if now - later < least_gain:
-            return f"nothing moves: the busiest server has {now:.2f} times the mean load"
+        found = outlook(known, self.planner.rules, weights, least_gain)
+        if not found.moves:
+            return f"nothing moves: the busiest server has {found.busiest:.2f} times the mean load"
         self.planner.weigh(weights)
-        pairs = list(zip(known.placements, foreseen.placements, strict=True))
+        pairs = list(zip(known.placements, found.map.placements, strict=True))
         led = sum(after(old)[0] != after(new)[0] for old, new in pairs)
         copied = sum(not set(new.members) <= set(old.members) for old, new in pairs)
-        _LOG.info(
-            "buckets move to even the servers",
-            extra={"fields": {"busiest": round(now, 2), "expected": round(later, 2)}},
-        )
+        fields = {"busiest": round(found.busiest, 2), "expected": round(found.later, 2)}
+        _LOG.info("buckets move to even the servers", extra={"fields": fields})
         return (
-            f"the busiest server has {now:.2f} times the mean load, and will have {later:.2f}: "
+            f"the busiest server has {found.busiest:.2f} times the mean load, and will have "
+            f"{found.later:.2f}: "
             f"{counted(led, 'bucket')} will be led by other servers, {copied} will be copied"
         )
 
@@ -365,7 +363,7 @@ class Coordinator:
                 planner.join(message.client, message.call)
                 epoch = -1  # the answer is a map in any case
             case m.CreateTable():
-                planner.create_table(message.spec)
+                planner.create_table(message.spec, message.client, message.incarnation)
                 epoch = -1
             case m.UseConsistency():
                 self._check_steps(message.consistency)

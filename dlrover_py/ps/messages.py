@@ -205,6 +205,10 @@ class CreateTable:
     """A worker uses a table. The answer is a map that has it, or a CoordinatorRefusal."""
 
     spec: TableSpec
+    client: str = ""
+    """Name of the worker."""
+    incarnation: int = 0
+    """Incarnation of the worker."""
 
 
 @dataclass(frozen=True, slots=True)

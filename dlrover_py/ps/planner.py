@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.ps.cluster_map import AckMode, ClusterMap, CutPlace, Placement, Replacing, Steps
 from dlrover_py.ps.specs import NAME, Consistency, TableSpec, check_consistency, check_table
-from dlrover_py.ps.spread import Spread, backups_after
+from dlrover_py.ps.spread import Spread, backups_after, unevenness_of
 
 MAX_TABLES = 1024
 MAX_CLIENTS = 65536
@@ -67,8 +67,10 @@ class Planner:
         """
         self.map = start
         self.rules = rules
-        self._used: set[str] = set()
-        """The tables that workers have asked this planner for. The map may have others of a cut."""
+        self._used: dict[str, tuple[int, set[str]]] = {}
+        """The incarnation of each worker, and the tables that it has asked this planner for.
+
+        The map may have others: of a cut, or of workers that have ended."""
         self._until: dict[str, float] = {}
         """When each server counts as lost, unless it is heard before."""
         self.wait_for_all(now)
@@ -139,15 +141,22 @@ class Planner:
         """Note that a request of a user to even the servers is answered."""
         self._set(rebalanced=request)
 
-    def create_table(self, spec: TableSpec) -> None:
+    def create_table(self, spec: TableSpec, client: str = "", incarnation: int = 0) -> None:
         """Add a table, if it does not exist.
+
+        Args:
+            spec: The table.
+            client: Name of the worker that uses it; empty if no worker does.
+            incarnation: Incarnation of the worker. What an older one uses does not count.
 
         Raises:
             ConfigError: The table is malformed, or differs from the existing one of its name.
         """
         check_table(spec)
         known = self.map.table(spec.name)
-        self._used.add(spec.name)
+        if incarnation and incarnation == self.map.clients.get(client):
+            before, used = self._used.get(client, (0, set()))
+            self._used[client] = incarnation, {*(used if before == incarnation else ()), spec.name}
         if known is None:
             if len(self.map.tables) >= MAX_TABLES:
                 raise ConfigError(f"expected at most {MAX_TABLES} tables")
@@ -281,7 +290,13 @@ class Planner:
                 )
         later = self.map.epoch + 1
         names = {table.name for table in tables}
-        absent, unused = self._used - names - set(new), names - self._used
+        used = {
+            table
+            for name, (incarnation, found) in self._used.items()
+            if name in staying and incarnation == self.map.clients[name]
+            for table in found
+        }
+        absent, unused = used - names - set(new), names - used
         if absent and unused:
             raise ConfigError(
                 f"the cut has no table {', '.join(sorted(absent))}, and this job does not use its "
@@ -457,6 +472,38 @@ def foresee(known: ClusterMap, rules: PlanRules, weights: Sequence[int]) -> Clus
     while any(one.learner and one.primary in known.servers for one in planner.map.placements):
         planner.catch_up()
     return planner.map
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What the weights of buckets lead to."""
+
+    busiest: float
+    """The load of the busiest server now, as a multiple of the mean."""
+    later: float
+    """The same when all moves are over."""
+    map: ClusterMap
+    """The map when all moves are over: the present one if nothing is worth a move."""
+    moves: bool
+    """Whether buckets should move."""
+
+
+def outlook(
+    known: ClusterMap, rules: PlanRules, weights: Sequence[int], least_gain: float
+) -> Outlook:
+    """Return whether the servers should be evened by some weights, and what follows.
+
+    Args:
+        known: The present map.
+        rules: How buckets are kept.
+        weights: How much each bucket counts.
+        least_gain: Least decrease of the busiest server's load, as a part of the mean.
+    """
+    foreseen = foresee(known, rules, weights)
+    busiest, later = unevenness_of(known, weights), unevenness_of(foreseen, weights)
+    if busiest - later < least_gain:
+        return Outlook(busiest, busiest, known, moves=False)
+    return Outlook(busiest, later, foreseen, moves=True)
 
 
 def _loses(one: Placement, server: str) -> bool:

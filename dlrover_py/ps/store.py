@@ -88,7 +88,8 @@ class Table:
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays of rows."""
-        return self._rows.nbytes + self._steps.nbytes + sum(slot.nbytes for slot in self._slots)
+        arrays: list[Array] = [self._rows, self._steps, self._used, self._pushed_at, *self._slots]
+        return sum(array.nbytes for array in arrays)
 
     def read(self, ids: Ids) -> Floats:
         """Return rows, shape ``[n, dim]``. A row that no push has changed has its first values."""
@@ -407,7 +408,7 @@ class Store:
             formats: How the rows of a table are to be sent, if not as float32.
         """
         chosen = self.select(payload, buckets)
-        self.pulled += self._rows_per_bucket(chosen)
+        self.pulled += self.bucket_counts(chosen)
         return [
             (name, encode(self.tables[name].read(arrays[0].view(np.int64)),
                           formats.get(name, RowFormat.FP32)))
@@ -417,7 +418,7 @@ class Store:
     def apply(self, payload: Payload, buckets: Collection[int]) -> Payload:
         """Apply the part of a push that is in some buckets; return the records."""
         chosen = self.select(payload, buckets)
-        self.pushed += self._rows_per_bucket(chosen)
+        self.pushed += self.bucket_counts(chosen)
         return [
             (name, self.tables[name].apply(
                 arrays[0].view(np.int64), arrays[1].view(np.float32), self.now))
@@ -468,7 +469,7 @@ class Store:
             chosen.append((name, part))
         return chosen
 
-    def _rows_per_bucket(self, payload: Payload) -> Ids:
+    def bucket_counts(self, payload: Payload) -> Ids:
         """Return the number of rows of a payload in each bucket."""
         counts = np.zeros(self.buckets, np.int64)
         for name, arrays in payload:

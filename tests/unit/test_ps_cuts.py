@@ -560,9 +560,8 @@ def planner(replicas: int = 2) -> Planner:
     made = Planner(ClusterMap("job"), PlanRules(buckets=4, servers=2, replicas=replicas), 0.0)
     for name in ("s0", "s1"):
         made.heard(name, f"at-{name}", 0.0)
-    made.create_table(ADAM)
     made.join("old", "call")
-    made.join("staying", "call")
+    made.create_table(ADAM, "staying", made.join("staying", "call"))
     return made
 
 
@@ -623,9 +622,40 @@ def test_a_table_that_may_be_renamed_does_not_begin_anew_without_a_word() -> Non
         made.restore(PLACE, (SUM,), 4, {"staying"})
     made.restore(PLACE, (SUM,), 4, {"staying"}, ["user"])
     assert {table.name for table in made.map.tables} == {"user", "count"}
-    made.create_table(EMPTY)
+    made.create_table(EMPTY, "staying", made.map.clients["staying"])
     made.restore(PLACE, (ADAM,), 4, {"staying"})  # it has all that it had before, and one more
     made.restore(PLACE, (ADAM, SUM, EMPTY), 4, {"staying"})  # one is not used any more
+
+
+def test_a_worker_that_is_started_again_may_have_renamed_a_table_too() -> None:
+    """The coordinator knew both names, so rows of the new one had their first values."""
+    made = planner()
+    made.create_table(SUM, "staying", made.join("staying", "another call"))
+    made.create_table(ADAM, "old", made.map.clients["old"])  # it does not go back
+    with pytest.raises(ConfigError, match=r"the cut has no table count, .* not use its table user"):
+        made.restore(PLACE, (ADAM,), 4, {"staying"})
+    made.restore(PLACE, (ADAM,), 4, {"staying", "old"})
+    made.create_table(ADAM, "staying", 1)  # a message of its life before comes late
+    with pytest.raises(ConfigError, match="not use its table user"):
+        made.restore(PLACE, (ADAM,), 4, {"staying"})
+
+
+@pytest.mark.parametrize("then_saved", [False, True])
+def test_a_script_that_renames_a_table_is_refused_by_the_same_coordinator(
+    tmp_path: Path, then_saved: bool
+) -> None:
+    cuts = str(tmp_path / "cuts")
+    with servers(tmp_path, 1, 4, cuts) as access:
+        with client(access) as worker:
+            worker.create(SUM)
+            worker.save(10, 1)
+        with client(access) as worker:
+            worker.create(replace(SUM, name="renamed"))
+            if then_saved:
+                worker.save(20, 1)
+                assert worker.restore(20, 1) == 20, "the cut has both"
+            with pytest.raises(CheckpointError, match=r"new=\['renamed'\]"):
+                worker.restore(10, 1)
 
 
 def replica(known: ClusterMap) -> Replica:

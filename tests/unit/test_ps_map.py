@@ -85,6 +85,30 @@ def test_what_would_move_is_foreseen() -> None:
     )
 
 
+def test_what_gains_too_little_would_not_move() -> None:
+    """`ps rebalance` moves nothing for less than 0.01 of the mean, and `--dry-run` said a move."""
+    leading, backing = ([0], [1, 2], [3]), ([1], [3], [0, 2])
+    servers = [
+        ServerLoad(id=f"ps{i}", leads=1, backs_up=1, leading=leading[i], backing=backing[i])
+        for i in range(3)
+    ]
+    rates = [900.0, 300.0, 300.0, 10.0]  # the first bucket is too heavy for any server
+    tables = TABLES.model_copy(update={"servers": servers, "bucket_rows_per_s": rates})
+    plan = server_map.foreseen(status(tables))
+    assert plan.moves == []
+    assert plan.words == "nothing would move: the busiest server has 1.79 times the mean"
+
+
+def test_the_mean_is_that_of_the_servers_that_stay() -> None:
+    """It counted one that was leaving, so the others seemed to have more than their part."""
+    gone = ServerLoad(id="ps2", leads=0, backs_up=0)
+    tables = TABLES.model_copy(update={"servers": [*TABLES.servers, gone]})
+    leaving = server_map.leaving_servers(status(tables, "ps2"))
+    assert server_map.load_shares(tables, leaving) == {"ps0": 1.6, "ps1": 0.4, "ps2": 0.0}
+    assert server_map.load_shares(tables)["ps0"] == pytest.approx(2.4)
+    assert server_map.document(tables, {"ps0"})["busiest"] == 2.0, "of ps1, which stays"
+
+
 def test_copies_would_go_to_a_server_without_any() -> None:
     tables = TABLES.model_copy(update={"servers": [*TABLES.servers, ServerLoad(
         id="ps2", leads=0, backs_up=0)]})  # fmt: skip
