@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from dlrover_py.dashboard import server
 from dlrover_py.net import http_server
 from dlrover_py.protocol.errors import UnreachableError
+from dlrover_py.protocol.job_view import LogTail
 from dlrover_py.protocol.status import JobPhase
 from tests.browser.test_dashboard import accessible
 from tests.unit.test_dashboard import AT, WORDS, OneJob, running
@@ -222,7 +223,8 @@ def test_a_list_and_a_node_that_stay_open_show_what_is_new(page: Page) -> None:
         node.get_by_role("combobox", name="rank").select_option("1")
         node.get_by_role("button", name="Show").click()
         expect(node.locator("#log")).not_to_contain_text("rank 0")
-        jobs.view = replace(jobs.view, reason="one line more")
+        lines = [f"[n0 round 1 rank 1] {words}" for words in ("r", "one line more")]
+        jobs.said = LogTail(lines)  # what a file has had before stays in it
         expect(node.locator("#log")).to_have_text(
             re.compile(r"^\[n0 round 1 rank 1\] r\n\[n0 round 1 rank 1\] one line more\n?$")
         )
@@ -233,7 +235,8 @@ def test_a_list_and_a_node_that_stay_open_show_what_is_new(page: Page) -> None:
         jobs.problem = None
         assert jobs.view.status is not None
         shown = jobs.view.status.model_copy(update={"phase": JobPhase.FAILED})
-        jobs.view = replace(jobs.view, status=shown, reason="a line that came later")
+        jobs.view = replace(jobs.view, status=shown)
+        jobs.said = LogTail([*lines, "[n0 round 1 rank 1] a line that came later"])
         expect(table.locator(".phase")).to_have_text("Failed")
         expect(node.locator("#log")).to_contain_text("a line that came later")
         for one in (node, table):
