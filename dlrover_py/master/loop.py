@@ -602,6 +602,10 @@ class Loop:
             SupersededError: Another master has taken the journal. No effect is carried out.
         """
         if step.journal is not None:
+            # With a deleted job, its journal and the rights of this master are deleted at the same
+            # time. Its servers would then wait for the next master.
+            if (ended := _end_of_servers(self._job, step)) is not None:
+                self._servers.tell(ended)
             await self._save(step.journal)
         # Answered only now: a step may assign a node twice, and only the last assignment counts.
         news: dict[NodeId, _NodeMailbox] = {}
@@ -816,6 +820,14 @@ class Loop:
                 log.warning("retrying", extra={"what": what, "why": str(error)})
                 await asyncio.sleep(pause_s(tries, error))
                 tries += 1
+
+
+def _end_of_servers(job: Job | None, step: Step) -> ServersPresent | None:
+    """Return what the servers of a job that its user has ended must hear; None if nothing."""
+    if job is None or job.state.phase is not JobPhase.STOPPED:
+        return None
+    told = (effect for effect in step.effects if isinstance(effect, ServersPresent))
+    return next((one for one in told if one.ended), None)
 
 
 def _journal_lost(why: str, phase: JobPhase, at: float) -> Condition:
