@@ -602,8 +602,6 @@ class Loop:
             SupersededError: Another master has taken the journal. No effect is carried out.
         """
         if step.journal is not None:
-            # With a deleted job, its journal and the rights of this master are deleted at the same
-            # time. Its servers would then wait for the next master.
             if (ended := _end_of_servers(self._job, step)) is not None:
                 self._servers.tell(ended)
             await self._save(step.journal)
@@ -823,7 +821,11 @@ class Loop:
 
 
 def _end_of_servers(job: Job | None, step: Step) -> ServersPresent | None:
-    """Return what the servers of a job that its user has ended must hear; None if nothing."""
+    """Return what the servers of a job that its user has ended must hear; None if nothing.
+
+    They hear it before the journal is stored. With a deleted job, its journal and the rights of
+    this master are deleted at the same time, and its servers would wait for the next master.
+    """
     if job is None or job.state.phase is not JobPhase.STOPPED:
         return None
     told = (effect for effect in step.effects if isinstance(effect, ServersPresent))
