@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 
 import click
 from rich.console import Console
+from rich.table import Table
 
 from dlrover_py import __version__
 from dlrover_py.cli import (
@@ -756,9 +757,7 @@ def stats(name: str | None, as_json: bool, target: Target) -> None:
     if as_json:
         click.echo(tables.model_dump_json())
         return
-    console = Console(highlight=False, soft_wrap=True, width=_width() or 200)
-    console.print(f"{job_view.name}: {view.tables_words(tables)}", markup=False)
-    console.print(view.loads_table(tables))
+    _print_tables(job_view.name, tables, view.loads_table(tables))
 
 
 @ps.command("map")
@@ -789,9 +788,7 @@ def show_map(name: str | None, as_json: bool, target: Target) -> None:
     if as_json:
         click.echo(json.dumps(server_map.document(tables, leaving)))
         return
-    console = Console(highlight=False, soft_wrap=True, width=_width() or 200)
-    console.print(f"{job_view.name}: {view.tables_words(tables)}", markup=False)
-    console.print(server_map.table(tables, leaving))
+    _print_tables(job_view.name, tables, server_map.table(tables, leaving))
 
 
 @ps.command()
@@ -905,6 +902,19 @@ def _tables(job_view: view.JobView) -> TablesStatus:
             "news of its servers"
         )
     return tables
+
+
+def _print_tables(name: str, tables: TablesStatus, table: Table) -> None:
+    """Print a line about a job's tables, and a table of its servers.
+
+    Args:
+        name: name of the job.
+        tables: what is known of the tables.
+        table: the table of the servers.
+    """
+    console = Console(highlight=False, soft_wrap=True, width=_width() or 200)
+    console.print(f"{name}: {view.tables_words(tables)}", markup=False)
+    console.print(table)
 
 
 def _until(target: Target, name: str, look: Callable[[JobStatus], T], within_s: float) -> T | None:

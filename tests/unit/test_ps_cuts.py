@@ -356,19 +356,25 @@ def test_a_write_that_fails_saves_nothing(tmp_path: Path) -> None:
     assert 3 in [one.step for one in CheckpointDirectory(cuts).checkpoints()]
 
 
-def test_a_cut_that_nobody_waits_for_is_given_up(tmp_path: Path) -> None:
-    """Its server never writes, and the worker has ended: pushes of others must go on."""
-    rules, cuts = PlanRules(buckets=2, replicas=1), tmp_path / "cuts"
-    with closing(
-        Coordinator(
-            "job", "token", MapFile(tmp_path / "map"), rules, 0.0, cuts=CutDirectory(str(cuts))
-        )
-    ) as one:
+@contextmanager
+def coordinator_of_one(folder: Path, cuts: Path) -> Iterator[tuple[Coordinator, int, Any]]:
+    """A coordinator that knows server s0 and worker a, with a's incarnation and a socket to it."""
+    rules, store = PlanRules(buckets=2, replicas=1), MapFile(folder / "map")
+    made = Coordinator("job", "token", store, rules, 0.0, cuts=CutDirectory(str(cuts)))
+    context = zmq.Context()
+    with closing(made) as one:
         one.planner.heard("s0", "tcp://127.0.0.1:1", 0.0)
         incarnation = one.planner.join("a", "call")
-        context = zmq.Context()
-        worker = context.socket(zmq.DEALER)
-        worker.connect(one.access.address)
+        line = context.socket(zmq.DEALER)
+        line.connect(one.access.address)
+        yield one, incarnation, line
+        context.destroy(linger=0)
+
+
+def test_a_cut_that_nobody_waits_for_is_given_up(tmp_path: Path) -> None:
+    """Its server never writes, and the worker has ended: pushes of others must go on."""
+    cuts = tmp_path / "cuts"
+    with coordinator_of_one(tmp_path, cuts) as (one, incarnation, worker):
 
         def ask(now: float) -> None:
             asked = Meet("a", incarnation, 1, 3, 1, restore=False)
@@ -395,7 +401,6 @@ def test_a_cut_that_nobody_waits_for_is_given_up(tmp_path: Path) -> None:
             assert worker.poll(20_000)
             met, _ = decode(worker.recv_multipart(), one.access.key)
         assert met.words == "no worker waits for it any more"
-        context.destroy(linger=0)
 
 
 def test_what_a_server_has_written_fits_into_messages() -> None:
@@ -417,17 +422,8 @@ def test_what_a_server_has_written_fits_into_messages() -> None:
 
 
 def test_a_cut_is_made_of_all_messages_of_a_server(tmp_path: Path) -> None:
-    rules, cuts = PlanRules(buckets=2, replicas=1), tmp_path / "cuts"
-    with closing(
-        Coordinator(
-            "job", "token", MapFile(tmp_path / "map"), rules, 0.0, cuts=CutDirectory(str(cuts))
-        )
-    ) as one:
-        one.planner.heard("s0", "tcp://127.0.0.1:1", 0.0)
-        incarnation = one.planner.join("a", "call")
-        context = zmq.Context()
-        line = context.socket(zmq.DEALER)
-        line.connect(one.access.address)
+    cuts = tmp_path / "cuts"
+    with coordinator_of_one(tmp_path, cuts) as (one, incarnation, line):
 
         def say(message: Any) -> None:
             send(line, message, [], one.access.key)
@@ -442,7 +438,6 @@ def test_a_cut_is_made_of_all_messages_of_a_server(tmp_path: Path) -> None:
             say(CutPart("s0", one.planner.map.cut.folder, "file", written))
         assert one.planner.map.cut is None
         assert [found.step for found in CheckpointDirectory(cuts).checkpoints()] == [3]
-        context.destroy(linger=0)
 
 
 # --- Export ---
