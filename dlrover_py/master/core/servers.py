@@ -69,8 +69,6 @@ class Servers:
         """Servers in a row that have ended before they ran."""
         self._single_since: float | None = None
         """Since when parts of the tables have one copy only; None if none has."""
-        self._risk = ""
-        """Which risk of the tables was recorded last; empty without one."""
         self._not_before: list[float] = []
         """The earliest time of the replacement of each of them that is not replaced yet."""
 
@@ -171,11 +169,11 @@ class Servers:
         if tables is None:
             return
         if self._rests:  # all servers end
-            self._single_since, self._risk = None, ""
+            self._single_since = None
             if self.live.tables_risk is not None:
                 self.live.tables_risk = ConditionReason.RESOLVED, "the servers are not needed"
             return
-        risk, text = "", "all parts of the tables have their copies"
+        risk, text = ConditionReason.RESOLVED, "all parts of the tables have their copies"
         of = f"of {counted(tables.buckets, 'part')} of the tables"
         if tables.lost_buckets:
             risk = ConditionReason.ROWS_LOST
@@ -191,14 +189,13 @@ class Servers:
                 f"{tables.single_buckets} {of} have one copy only since {SINGLE_S:g} s or longer: "
                 "the loss of its server would lose their rows"
             )
-        if risk:
-            self.live.tables_risk = ConditionReason(risk), text
-        elif self.live.tables_risk is not None:
-            self.live.tables_risk = ConditionReason.RESOLVED, text
-        if risk != self._risk:
-            self._risk = risk
-            reason = EventReason.TABLES_AT_RISK if risk else EventReason.TABLES_SAFE
-            self.log.record(reason, text, warning=bool(risk))
+        resolved, old = risk is ConditionReason.RESOLVED, self.live.tables_risk
+        if resolved and old is None:
+            return
+        self.live.tables_risk = risk, text
+        if old is None or old[0] is not risk:
+            reason = EventReason.TABLES_SAFE if resolved else EventReason.TABLES_AT_RISK
+            self.log.record(reason, text, warning=not resolved)
 
     def decide(self) -> None:
         """Request or dismiss servers, and tell the coordinator which ones exist.
