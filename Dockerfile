@@ -40,11 +40,12 @@ RUN mkdir -p /top/opt/venv && /build/bin/pip --python /opt/venv/bin/python insta
     && python3 -m compileall -q --invalidation-mode unchecked-hash /top/opt/venv
 
 # What a parameter server needs: its coordinator is in the master, its servers are in the agent's image.
-# Neither needs torch.
+# Neither needs torch. Both write cuts, perhaps into a bucket.
 FROM libraries AS ps-libraries
 RUN mkdir -p /top/opt/venv && /build/bin/python -c "import tomllib; \
         p = tomllib.load(open('pyproject.toml', 'rb')); \
-        needed = p['project']['optional-dependencies']['ps']; \
+        extras = p['project']['optional-dependencies']; \
+        needed = extras['ps'] + extras['s3']; \
         print(*(one for one in needed if not one.startswith('torch')), sep='\n', \
               file=open('/build/ps.txt', 'w'))" \
     && /build/bin/pip --python /opt/venv/bin/python install \

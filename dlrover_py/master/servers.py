@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from dlrover_py.master.core.events import ServersPresent
 from dlrover_py.master.pauses import pause_s
 from dlrover_py.protocol.errors import TransientError
-from dlrover_py.protocol.job import ElasticJob, ServerSpec
+from dlrover_py.protocol.job import ElasticJob, Metadata, ServerSpec
 from dlrover_py.protocol.names import NodeId, id_key
 from dlrover_py.protocol.status import (
     MAX_LISTED_BUCKETS,
@@ -79,7 +79,7 @@ class ServerMap:
             OSError: The file cannot be written.
         """
         if self._place is not None and job.servers is not None:
-            await asyncio.to_thread(self._open, self._place, job.metadata.name, job.servers)
+            await asyncio.to_thread(self._open, self._place, job.metadata, job.servers)
 
     async def run(self, report: Callable[[TablesStatus], object]) -> None:
         """Run the coordinator in a thread until this call is cancelled.
@@ -106,21 +106,27 @@ class ServerMap:
         finally:
             self._over.set()
 
-    def _open(self, place: ServerPlace, job: str, spec: ServerSpec) -> None:
+    def _open(self, place: ServerPlace, job: Metadata, spec: ServerSpec) -> None:
         # Imported here: only a job with servers needs these libraries.
+        from dlrover_py.checkpoint.directory import DirectoryOwner
         from dlrover_py.ps.cluster_map import AckMode
         from dlrover_py.ps.coordinator import Coordinator
         from dlrover_py.ps.cuts import CutDirectory
         from dlrover_py.ps.planner import PlanRules
         from dlrover_py.ps.settings import token_of, write_access
 
+        cuts = None
+        if spec.checkpoints is not None:
+            name = f"the servers of {job.name}"
+            owner = DirectoryOwner(f"ps-{job.uid}", name) if job.uid else None
+            cuts = CutDirectory(spec.checkpoints, owner=owner)
         self._coordinator = Coordinator(
-            job,
+            job.name,
             token_of(place.token),
             place.store,
             PlanRules(spec.buckets, spec.size, spec.copies, AckMode(spec.ack)),
             time.monotonic(),
-            cuts=CutDirectory(spec.checkpoints) if spec.checkpoints is not None else None,
+            cuts=cuts,
             listener=place.listener,
         )
         if place.access is not None:
@@ -238,6 +244,8 @@ def tables_status(
         servers=servers,
         bucket_rows_per_s=[round(rate, 1) for rate in rates] if listed else [],
         ack=known.ack,
+        cut_step=known.source.step if known.source is not None else None,
+        restored=known.restored,
         rebalanced=RebalanceAnswer(request=rebalanced[0], words=rebalanced[1])
         if rebalanced is not None
         else None,

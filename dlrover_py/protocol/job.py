@@ -41,6 +41,7 @@ from dlrover_py.protocol.commands import (
     joining,
     remarks,
 )
+from dlrover_py.protocol.cut_storage import CutStorage
 from dlrover_py.protocol.errors import ConfigError, UnsupportedError, did_you_mean, shown
 from dlrover_py.protocol.hosts import BadHosts
 from dlrover_py.protocol.log_rules import MAX_RULES, LogRule, rule_problems
@@ -499,8 +500,9 @@ class ServerSpec(OtherSpec):
     buckets: Annotated[int, Field(ge=1, le=65_536)] = 64
     """Number of parts of the tables. It cannot be changed while the job runs."""
     checkpoints: Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None = None
-    """Directory or bucket in which ``ps.save()`` saves all tables. If absent, rows are kept in
-    memory only, and the job cannot be suspended."""
+    """Directory or bucket in which ``ps.save()`` saves all tables. In a cluster, a directory is in a
+    volume of the template that all hosts share. If absent, rows are kept in memory only, and the
+    job cannot be suspended."""
 
     _ours: bool = PrivateAttr(default=False)
 
@@ -537,6 +539,14 @@ class ServerSpec(OtherSpec):
     def template_hash(self) -> str:
         """Return a digest that distinguishes Pods of this template from Pods of another one."""
         return _digest(self.template)
+
+    def cut_storage(self) -> CutStorage | None:
+        """Return what a master's Pod needs to reach the directory of cuts; None without cuts.
+
+        Raises:
+            ConfigError: The directory is not in a volume that the servers and the master share.
+        """
+        return _cut_storage(self.checkpoints, self.template) if self.checkpoints else None
 
     def faults(self) -> list[TemplateFault]:
         """Return the known places of the template that Kubernetes cannot read."""
@@ -1452,11 +1462,12 @@ def _unsupported(document: dict[str, Any], *, on_cluster: bool) -> str:
                 f"{SERVERS}: found the label {names.LABEL_QUEUE}: a queue does not count servers "
                 "yet, so a job in a queue cannot have them"
             )
-        if on_cluster and _mapping(_mapping(roles).get("ps")).get("checkpoints") is not None:
-            return (
-                f"{SERVERS}.checkpoints: not supported in a cluster yet, as the master cannot "
-                "reach the directory: leave it out"
-            )
+        role = _mapping(_mapping(roles).get("ps"))
+        if on_cluster and isinstance(where := role.get("checkpoints"), str):
+            try:
+                _cut_storage(where, role.get("template"))
+            except ConfigError as error:
+                return f"{SERVERS}.checkpoints: {error}"
     supported = f"only {ALLREDUCE} with the role worker is supported"
     if others:
         named = f"found the role{'s' if len(others) > 1 else ''} {', '.join(others)}"
@@ -1469,6 +1480,20 @@ def _unsupported(document: dict[str, Any], *, on_cluster: bool) -> str:
     if strategy in (PARAMETER_SERVER, "CustomStrategy", "Local"):
         return f"spec.distributionStrategy: found {strategy}: not supported yet; {supported}"
     return ""
+
+
+def _cut_storage(url: str, template: object) -> CutStorage:
+    """Return what a master needs to reach the directory of cuts.
+
+    Args:
+        url: The directory, or the address of a bucket.
+        template: The template of the role ``ps``.
+
+    Raises:
+        ConfigError: The directory is not in a volume that the servers and the master share.
+    """
+    found = _mapping(template)
+    return CutStorage.of(url, _mapping(found.get("spec")), _main_of(found)[1])
 
 
 def _has_nodes(role: object) -> bool:

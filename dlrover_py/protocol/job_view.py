@@ -213,6 +213,8 @@ def tables_words(tables: TablesStatus) -> str:
     line += f" on {counted(len(tables.servers), 'server')}"
     if tables.step:
         line += f", step {tables.step}"
+    if tables.cut_step is not None:
+        line += f", cut of step {tables.cut_step}"
     if tables.lost_buckets:
         line += f"; the rows of {counted(tables.lost_buckets, 'bucket')} are lost: ps.restore()"
     return line

@@ -552,6 +552,8 @@ class EventReason(StrEnum):
     """Warning: Rows of a parameter server are lost, or have had one copy only for a minute."""
     TABLES_SAFE = "TablesSafe"
     """All parts of the tables have their copies again."""
+    TABLES_RESTORED = "TablesRestored"
+    """All rows of a parameter server have gone back to a cut. Pushes after it do not count."""
     HANG = "Hang"
     """Warning: The job stands still. The message is the
     [verdict](../diagnosis.md#verdicts): the rank that the others wait for, and what it does."""

@@ -627,6 +627,10 @@ class TablesStatus(_StatusModel):
     the first 10 s, and if there are more than 512 buckets."""
     ack: str = "backup"
     """When a push is acknowledged: ``primary`` or ``backup``."""
+    cut_step: int | None = None
+    """Step of the newest cut of these tables: they were saved as it, or have gone back to it."""
+    restored: int = 0
+    """Epoch of the map in which all tables have gone back to a cut; 0 if they never have."""
     rebalanced: RebalanceAnswer | None = None
     """The answer to the newest ``spec.rebalanceServers``; absent until there is one."""
 

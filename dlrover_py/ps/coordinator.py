@@ -63,6 +63,10 @@ DOUBT_S = 15.0
 A master that cannot reach the API server may still reach servers and workers. While they are
 connected to it, they do not find the next one."""
 
+NO_CUTS = (
+    "there is no directory for cuts: give spec.replicaSpecs.ps.checkpoints one in the job file, or "
+    "start the servers with dlrover ps serve --checkpoints DIR"
+)
 WAITED_FOR_S = 10.0
 """Seconds after which a cut is given up that no worker asks for. Pushes must not wait for ever."""
 _LOG = logging.getLogger(__name__)
@@ -449,7 +453,7 @@ class Coordinator:
         """
         planner, words = self.planner, ""
         if self._cuts is None:
-            words = "there is no directory for cuts: start the servers with --checkpoints DIR"
+            words = NO_CUTS
         elif self._cut is not None:
             words = "another cut is being made: expected one call by all workers"
         elif any(one.lost for one in planner.map.placements):
@@ -502,9 +506,7 @@ class Coordinator:
             self._fail_cut("other workers have gone back to a cut meanwhile")
         try:
             if self._cuts is None:
-                raise ConfigError(
-                    "there is no directory of cuts: start the servers with --checkpoints DIR"
-                )
+                raise ConfigError(NO_CUTS)
             which: str | None = str(step)
             if step < 0:
                 newest = planner.map.source

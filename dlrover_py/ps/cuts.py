@@ -8,7 +8,7 @@ not exist. Each array has a digest, which is compared when the array is read.
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ import numpy as np
 import xxhash
 
 from dlrover_py.checkpoint.directory import (
+    BLOCK_BYTES,
     PARTS_FOLDER,
     CheckpointDirectory,
     DirectoryOwner,
@@ -148,8 +149,20 @@ class CutFile:
 class CutDirectory:
     """The directory of one job's cuts, as its coordinator has it."""
 
-    def __init__(self, url: str, keep: KeepRules = KeepRules()) -> None:  # noqa: B008 - frozen
+    def __init__(
+        self,
+        url: str,
+        keep: KeepRules = KeepRules(),  # noqa: B008 - frozen
+        *,
+        owner: DirectoryOwner | None = None,
+    ) -> None:
         """Name the directory.
+
+        Args:
+            url: Its path or address.
+            keep: Which cuts stay.
+            owner: The job, so that its next coordinator takes the directory over at once. None: an
+                owner of which there is no other coordinator.
 
         Raises:
             ConfigError: The address is not valid, or a package for it is missing.
@@ -157,7 +170,7 @@ class CutDirectory:
         self.url = url
         self._keep = keep
         self._directory = CheckpointDirectory(url)
-        self._owner = DirectoryOwner(f"ps-{secrets.token_hex(8)}", "parameter server")
+        self._owner = owner or DirectoryOwner(f"ps-{secrets.token_hex(8)}", "parameter server")
 
     def begin(self, step: int) -> CutPlace:
         """Make the folder of a new cut, and end the rights of all earlier unfinished ones.
@@ -370,14 +383,31 @@ class SavedCut:
         Raises:
             CheckpointError: Bytes are missing, or differ from those that were written.
         """
+        record = []
+        for (_, dtype, width), written in zip(
+            _forms(spec), self._written(spec, bucket), strict=True
+        ):
+            if written is None:
+                record.append(np.zeros((0, width) if width else (0,), dtype))
+                continue
+            data = _read(self._directory, self._manifest, written)
+            record.append(np.frombuffer(data, dtype).reshape(written.chunk.shape))
+        return record
+
+    def _written(self, spec: TableSpec, bucket: int) -> list[WrittenChunk | None]:
+        """Return where each array of a table's record in a bucket is; None if it has no rows.
+
+        Raises:
+            CheckpointError: An array is missing, or has another form.
+        """
         sizes = self.document.rows[spec.name]
         first, rows = sum(sizes[:bucket]), sizes[bucket]
-        record = []
-        for number, (stored, dtype, width) in enumerate(_forms(spec)):
-            shape = (rows, width) if width else (rows,)
+        places: list[WrittenChunk | None] = []
+        for number, (stored, _, width) in enumerate(_forms(spec)):
             if not rows:
-                record.append(np.zeros(shape, dtype))
+                places.append(None)
                 continue
+            shape = (rows, width) if width else (rows,)
             key = array_name(spec.name, number)
             written = self._chunks.get((key, first))
             found = None if written is None else (written.chunk.dtype, written.chunk.shape)
@@ -386,18 +416,20 @@ class SavedCut:
                     f"{self.where}: {key}: expected {rows} rows of bucket {bucket} of type "
                     f"{stored}, found {found or 'nothing'}"
                 )
-            data = _read(self._directory, self._manifest, written)
-            record.append(np.frombuffer(data, dtype).reshape(shape))
-        return record
+            places.append(written)
+        return places
 
     def verify(self) -> None:
-        """Read every byte.
+        """Read every byte, a part at a time: a bucket may be larger than the memory of a master.
 
         Raises:
             CheckpointError: Bytes are missing, or differ from those that were written.
         """
-        for bucket in range(self.buckets):
-            self.read(bucket)
+        for spec in self.document.tables:
+            for bucket in range(self.buckets):
+                for written in self._written(spec, bucket):
+                    if written is not None:
+                        _verify(self._directory, self._manifest, written)
 
     @property
     def where(self) -> str:
@@ -406,14 +438,37 @@ class SavedCut:
 
 
 def _read(directory: CheckpointDirectory, manifest: Manifest, at: WrittenChunk) -> bytearray:
+    data = bytearray()
+    for part in _parts(directory, manifest, at):
+        data += part
+    return data
+
+
+def _verify(directory: CheckpointDirectory, manifest: Manifest, at: WrittenChunk) -> None:
+    for _ in _parts(directory, manifest, at):
+        pass
+
+
+def _parts(
+    directory: CheckpointDirectory, manifest: Manifest, at: WrittenChunk
+) -> Iterator[bytearray]:
+    """Yield the bytes of an array in parts, and compare the digest of all in the end.
+
+    Raises:
+        CheckpointError: Bytes are missing, or differ from those that were written.
+    """
     where = f"{directory.where(manifest)}{os.sep}{at.file}"
-    try:
-        data = directory.read_all(manifest, at.file, at.position, at.nbytes)
-    except OSError as error:
-        raise CheckpointError(f"{where}: {at.chunk.key}: {error.strerror or error}") from error
-    if xxhash.xxh3_64_intdigest(data) != at.xxh3:
+    digest = xxhash.xxh3_64()
+    for done in range(0, at.nbytes, BLOCK_BYTES):
+        size = min(BLOCK_BYTES, at.nbytes - done)
+        try:
+            part = directory.read_all(manifest, at.file, at.position + done, size)
+        except OSError as error:
+            raise CheckpointError(f"{where}: {at.chunk.key}: {error.strerror or error}") from error
+        digest.update(part)
+        yield part
+    if digest.intdigest() != at.xxh3:
         raise CheckpointError(
             f"{where}: {at.chunk.key}: its {at.nbytes} bytes at offset {at.position} differ from "
             "those that were written; name another cut"
         )
-    return data

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dlrover_py.protocol import names
+from dlrover_py.protocol.cut_storage import CutStorage
 from dlrover_py.protocol.job import MASTER_ENV, MASTER_SETTING, ElasticJob
 from dlrover_py.protocol.status import PROGRESS_S
 
@@ -231,7 +232,8 @@ def deployment(job: ElasticJob, cluster_ip: str, options: Options, jobs: int = 1
 
     The job's master template decides the node selector, affinity, tolerations, priority class,
     scheduler, pull Secrets, labels and annotations. Of its main container, only the resources and
-    the master settings are used. All other fields are ignored.
+    the master settings are used. All other fields are ignored. From the template of servers with a
+    directory for cuts, it takes what it needs to write there.
 
     Args:
         job: the job of the master.
@@ -256,6 +258,8 @@ def deployment(job: ElasticJob, cluster_ip: str, options: Options, jobs: int = 1
     pulls = [{"name": secret} for secret in options.pull_secrets]
     pulls += [s for s in _list(user_spec.get("imagePullSecrets")) if s not in pulls]
     pod |= {"imagePullSecrets": pulls} if pulls else {}
+    servers = job.servers
+    storage = (servers.cut_storage() if servers is not None else None) or CutStorage()
     pod |= {
         "serviceAccountName": name,
         "automountServiceAccountToken": True,
@@ -268,14 +272,18 @@ def deployment(job: ElasticJob, cluster_ip: str, options: Options, jobs: int = 1
             "runAsGroup": USER,
             "fsGroup": USER,
             "seccompProfile": {"type": "RuntimeDefault"},
+            **(storage.security or {}),
         },
         "containers": [_container(job, cluster_ip, options, jobs, main)],
         "volumes": [
             _volume("token", names.token_of(job.metadata.name, job.metadata.uid)),
             _volume("tls", names.tls_of(job.metadata.name, job.metadata.uid)),
             {"name": "tmp", "emptyDir": {}},
+            *storage.volumes,
         ],
     }
+    pod["containers"][0]["env"] += storage.env
+    pod["containers"][0]["volumeMounts"] += storage.mounts
     labels = _dict(meta.get("labels")) | _labels(job) | _selector(job)
     # The contents of /tmp may be lost. Without this, Cluster Autoscaler would not remove the node.
     evictable = {"cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes": "tmp"}

@@ -3,6 +3,7 @@
 import base64
 import gzip
 import re
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -16,9 +17,9 @@ from tests.programs import PROGRAMS, source
 pytestmark = pytest.mark.timeout(900)
 
 
-def ps_document(image: str) -> Obj:
+def ps_document(image: str, program: str = "count_on_ps.py", *args: str) -> Obj:
     """Return a job with two servers, and two workers that count on them."""
-    command = ["python3", "-c", source(PROGRAMS / "count_on_ps.py"), "0.05"]
+    command = ["python3", "-c", source(PROGRAMS / program), "0.05", *args]
     doc = document(
         "job",
         image,
@@ -109,6 +110,12 @@ def test_server_pods_are_lost_and_their_number_changes_and_no_push_is_lost(
     lost = [one.node for one in job.training.events if one.reason == "NodeLost"]
     assert lost == ["ps0"]
     assert job.training.round == 1
+    counts_are_right(job)
+    job.until(lambda: not servers(job), "the servers end after the workers")
+
+
+def counts_are_right(job: Job) -> None:
+    """Let the workers end, and compare the rows with their steps."""
     for node in ("n0", "n1"):
         for pid in job.workers(node):
             inside(pid, "/tmp/enough").touch()
@@ -122,7 +129,48 @@ def test_server_pods_are_lost_and_their_number_changes_and_no_push_is_lost(
     assert found.keys() == {0, 1}
     assert [wrong for _, wrong, _ in found.values()] == [0, 0]
     assert max(total for *_, total in found.values()) == sum(step for step, *_ in found.values())
-    job.until(lambda: not servers(job), "the servers end after the workers")
+
+
+def saved(job: Job, after: int) -> int:
+    """Wait until the newest cut is of a later step than this one, and return its step."""
+
+    def newest() -> int:
+        source = stored_map(job).source
+        return 0 if source is None or source.step <= after else source.step
+
+    return job.until(newest, f"a cut after step {after}")
+
+
+def test_all_servers_die_and_the_last_cut_comes_back(
+    there: Watched, agent_image: str, tmp_path: Path
+) -> None:
+    doc = ps_document(agent_image, "count_with_cuts.py", "40")
+    role = doc["spec"]["replicaSpecs"]["ps"]
+    role["checkpoints"] = "/cuts/tables"
+    tmp_path.chmod(0o777)
+    pod = role["template"]["spec"]
+    pod["volumes"] = [{"name": "x", "hostPath": {"path": str(tmp_path), "type": "Directory"}}]
+    pod["containers"][0]["volumeMounts"] = [{"name": "x", "mountPath": "/cuts"}]
+    job = submit(there.cluster, there, doc)
+    whole(job, "ps0", "ps1")
+    step = saved(job, 0)
+    for server in ("job-ps0", "job-ps1"):
+        there.cluster.kill(server, there.namespace, "ps server")
+    whole(job, "ps2", "ps3")
+    step = saved(job, step)
+    events = {one.reason: one.message for one in job.training.events}
+    assert "the rows of" in events["TablesAtRisk"]
+    assert re.search(r"back to the cut of step \d+", events["TablesRestored"])
+
+    # The next master writes there at once.
+    master = f"elasticjob.dlrover/replica-type={ROLE_MASTER}"
+    job.kubectl("delete", "pod", "-l", master, "--wait=false")
+    job.until(lambda: job.training.term == 2, "the next master")
+    saved(job, saved(job, step))
+    begun = [job.kubectl("logs", f"job-{node}") for node in ("n0", "n1")]
+    assert all(re.search(r"begins at \d [1-9]", log) for log in begun)
+    counts_are_right(job)
+    assert len(list((tmp_path / "tables").glob("step-*.json"))) == 3
 
 
 def test_no_server_stays_when_its_job_is_deleted(there: Watched, agent_image: str) -> None:

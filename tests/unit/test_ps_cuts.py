@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from pyarrow import parquet
 from safetensors.numpy import load_file
 
-from dlrover_py.checkpoint.directory import CheckpointDirectory
+from dlrover_py.checkpoint.directory import CheckpointDirectory, DirectoryOwner
 from dlrover_py.cli.checkpoints import ckpt
 from dlrover_py.cli.ps import ps as ps_command
 from dlrover_py.protocol.errors import CheckpointError, ConfigError, SupersededError
@@ -401,6 +401,26 @@ def test_a_cut_that_nobody_waits_for_is_given_up(tmp_path: Path) -> None:
             assert worker.poll(20_000)
             met, _ = decode(worker.recv_multipart(), one.access.key)
         assert met.words == "no worker waits for it any more"
+
+
+def test_the_next_coordinator_of_a_job_writes_at_once_and_the_last_one_no_more(
+    tmp_path: Path,
+) -> None:
+    job, other = DirectoryOwner("ps-1", "the servers of x"), DirectoryOwner("ps-2", "another job")
+    known = ClusterMap("x", placements=(Placement(1, "s0"),))
+    written = SavedBucket(0, {}, ())
+    with closing(CutDirectory(str(tmp_path), owner=job)) as first:
+        before = first.begin(1)
+        with pytest.raises(ConfigError, match="written by another job, the servers of x"):
+            CutDirectory(str(tmp_path), owner=other).begin(1)
+        with closing(CutDirectory(str(tmp_path), owner=job)) as second:
+            place = second.begin(2)
+            with pytest.raises(SupersededError):
+                first.commit(before, known, [CutPart("s0", before.folder, "x", (written,))], 1)
+            second.commit(place, known, [CutPart("s0", place.folder, "x", (written,))], 1)
+    found = SavedCut.open(str(tmp_path))
+    assert found is not None
+    assert found.place == place
 
 
 def test_what_a_server_has_written_fits_into_messages() -> None:

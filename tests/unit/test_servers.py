@@ -346,7 +346,7 @@ def test_servers_of_tensorflow_stay_refused(command: list[str]) -> None:
     ("labels", "ps", "words"),
     [
         ({"kueue.x-k8s.io/queue-name": "q"}, {}, "a job in a queue cannot have them"),
-        ({}, {"checkpoints": "/cuts"}, "checkpoints: not supported in a cluster yet"),
+        ({}, {"checkpoints": "/cuts"}, "ps.checkpoints: found text '/cuts', which is in no volume"),
     ],
 )
 def test_what_servers_cannot_do_in_a_cluster_is_refused_there(
@@ -484,10 +484,12 @@ def test_rows_with_one_copy_only_are_told_after_a_while_and_lost_ones_at_once() 
     run.step(TablesReported(single.model_copy(update={"lost_buckets": 2})))
     assert seen()[0] == ConditionReason.ROWS_LOST
     assert "a call of ps.restore() by all workers" in seen()[1]
-    run.step(TablesReported(whole))
+    run.step(TablesReported(whole.model_copy(update={"cut_step": 40, "restored": 7})))
     assert seen()[0] == ConditionReason.RESOLVED
-    events = [event.reason for event in run.job.status(run.now, WALL).events]
-    assert events[-3:] == ["TablesAtRisk", "TablesAtRisk", "TablesSafe"]
+    events = run.job.status(run.now, WALL).events
+    reasons = ["TablesAtRisk", "TablesAtRisk", "TablesRestored", "TablesSafe"]
+    assert [event.reason for event in events][-4:] == reasons
+    assert events[-2].message == "all rows went back to the cut of step 40"
 
 
 def test_the_servers_of_a_job_that_rests_end_without_an_alarm() -> None:

@@ -156,7 +156,10 @@ class Servers:
 
     def take_tables(self, tables: TablesStatus) -> None:
         """Take in what the coordinator knows of the tables."""
-        self.live.tables = tables
+        before, self.live.tables = self.live.tables, tables
+        if before is not None and tables.restored > before.restored:
+            message = f"all rows went back to the cut of step {tables.cut_step}"
+            self.log.record(EventReason.TABLES_RESTORED, message)
         spec = self.live.spec.servers
         if not tables.single_buckets or spec is None or min(spec.size, spec.copies) < 2:
             self._single_since = None
