@@ -500,8 +500,8 @@ class ServerSpec(OtherSpec):
     buckets: Annotated[int, Field(ge=1, le=65_536)] = 64
     """Number of parts of the tables. It cannot be changed while the job runs."""
     checkpoints: Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None = None
-    """Directory or bucket in which ``ps.save()`` saves all tables. In a cluster, a directory is in a
-    volume of the template that all hosts share. If absent, rows are kept in memory only, and the
+    """Directory or bucket in which ``ps.save()`` saves all tables. In a cluster, a directory is in
+    a volume of the template that all hosts share. If absent, rows are kept in memory only, and the
     job cannot be suspended."""
 
     _ours: bool = PrivateAttr(default=False)
