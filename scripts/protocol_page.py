@@ -854,6 +854,7 @@ NOT_SENT: Mapping[str, str] = {
     "Split": "Words of a command line, inside of one process.",
     "Call": "Words of a command line, inside of one process.",
     "TemplateFault": "A fault of a Pod template, which becomes a sentence.",
+    "CutStorage": "Fields of the Pod of a master that writes cuts.",
     "Timing": "Settings of the master: see [Settings](settings.md#settings-of-the-master).",
     "AgentRequest": "`WorkerRequest` as a tuple, for the SDK, which has no pydantic.",
     "LoaderFields": "`LoaderState` as a dictionary, for the SDK, which has no pydantic.",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dlrover_py.ps.calls import restore, save
     from dlrover_py.ps.client import DataLossError, PsClient, connect
+    from dlrover_py.ps.cut_item import Tables, tables
     from dlrover_py.ps.embedding import Embedding, EmbeddingBag, Optimizer
     from dlrover_py.ps.local import LocalServers
     from dlrover_py.ps.replace import replace_embeddings
@@ -34,6 +35,7 @@ __all__ = [
     "Optimizer",
     "PsClient",
     "TableSpec",
+    "Tables",
     "adagrad",
     "adam",
     "connect",
@@ -48,6 +50,7 @@ __all__ = [
     "sgd",
     "ssp",
     "sync",
+    "tables",
     "uniform",
 ]
 
@@ -62,6 +65,8 @@ _HOMES = {
     "replace_embeddings": "replace",
     "restore": "calls",
     "save": "calls",
+    "Tables": "cut_item",
+    "tables": "cut_item",
 }
 """Module of each name. All others are in ``specs``."""
 

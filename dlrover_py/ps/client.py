@@ -278,9 +278,7 @@ class PsClient(AbstractContextManager["PsClient"]):
             CheckpointError: There is no directory, it cannot be written, or rows are lost.
             UnreachableError: Not all workers called in time.
         """
-        for name, rest in self._tables.unsent():
-            self._request({name: rest}, push=True, whole=True).result()
-        self._meet(step, world, restore=False)
+        self.meet(step, world)
 
     def restore(
         self, step: int | None = None, world: int | None = None, *, new: Collection[str] = ()
@@ -303,10 +301,45 @@ class PsClient(AbstractContextManager["PsClient"]):
             CheckpointError: There is no such cut, it is damaged, or it has other tables.
             UnreachableError: Not all workers called in time.
         """
-        self._tables.forget()
         step = -1 if step is None else step
-        found = self._meet(step, world, restore=True, new=tuple(sorted(new)))
+        found = self.meet(step, world, restore=True, new=tuple(sorted(new))).step
         return None if found < 0 else found
+
+    def meet(
+        self, step: int, world: int | None = None, *, restore: bool = False, **more: Any
+    ) -> m.Met:
+        """Ask for a cut, or to go back to one, and wait until all workers have asked for the same.
+
+        Earlier pushes of this client are acknowledged first.
+
+        Args:
+            step: Step of the cut; -1: the newest one, to go back to.
+            world: Number of workers. None: ``WORLD_SIZE``.
+            restore: Whether to go back to a cut. Otherwise a cut is made.
+            more: Further fields of :class:`~dlrover_py.ps.messages.Meet`.
+
+        Returns:
+            What became of it. Its step is -1 if there is no cut to go back to.
+
+        Raises:
+            CheckpointError: The coordinator refuses the request, or the cut fails.
+            UnreachableError: Not all workers called in time.
+            DLRoverError: This client is broken, for example because a push has failed.
+        """
+        if restore:
+            self._tables.forget()
+        for name, rest in self._tables.unsent():
+            self._request({name: rest}, push=True, whole=True).result()
+        world = Settings.from_environment().world if world is None else world
+        self._meetings += 1
+        meet = m.Meet(self.name, self._incarnation, self._meetings, step, world, restore, **more)
+        meeting = _Meeting(meet, time.monotonic() + self._timeout_s)
+        self._post(meeting)
+        met = meeting.future.result()
+        if met.words:
+            done = "restored" if restore else "saved"
+            raise CheckpointError(f"the tables were not {done}: {met.words}")
+        return met
 
     def close(self) -> None:
         """Stop the thread. Requests that are not done fail."""
@@ -336,38 +369,6 @@ class PsClient(AbstractContextManager["PsClient"]):
         else:
             request.future.set_result(received(request.parts))
         return request.future
-
-    def _meet(
-        self, step: int, world: int | None, *, restore: bool, new: tuple[str, ...] = ()
-    ) -> int:
-        """Ask for a cut, or to go back to one, and wait until all workers have asked for the same.
-
-        Earlier pushes of this client are acknowledged first.
-
-        Args:
-            step: Step of the cut; -1: the newest one, to go back to.
-            world: Number of workers. None: ``WORLD_SIZE``.
-            restore: Whether to go back to a cut. Otherwise a cut is made.
-            new: Tables that the cut to go back to need not have.
-
-        Returns:
-            The step of the cut; -1 if there is none to go back to.
-
-        Raises:
-            CheckpointError: The coordinator refuses the request, or the cut fails.
-            UnreachableError: Not all workers called in time.
-            DLRoverError: This client is broken, for example because a push has failed.
-        """
-        world = Settings.from_environment().world if world is None else world
-        self._meetings += 1
-        meet = m.Meet(self.name, self._incarnation, self._meetings, step, world, restore, new)
-        meeting = _Meeting(meet, time.monotonic() + self._timeout_s)
-        self._post(meeting)
-        met = meeting.future.result()
-        if met.words:
-            done = "restored" if restore else "saved"
-            raise CheckpointError(f"the tables were not {done}: {met.words}")
-        return met.step
 
     def _post(self, command: _Request | _Meeting | m.CreateTable | m.UseConsistency) -> None:
         with self._changed:

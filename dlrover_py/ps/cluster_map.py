@@ -127,6 +127,11 @@ class ClusterMap:
     """The newest cut in the life of the tables: they were read from it, or saved as it.
 
     The directory may have later cuts that these rows do not go back to."""
+    origin: CutPlace | None = None
+    """The cut with the rows with which the training began, if a worker has asked for it."""
+    met: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """The workers that made or went back to :attr:`source` together: incarnation, and number of the
+    call. The next coordinator answers those that have not heard of it."""
     steps: Steps = field(default_factory=Steps)
     restored: int = 0
     """Epoch of the last return to a cut. Pushes that were sent before it are refused."""

@@ -424,13 +424,15 @@ class Coordinator:
     # --- Cuts ---
 
     def _on_meet(self, route: bytes, asked: m.Meet, now: float) -> None:
-        answer = self._meetings.answer(asked)
+        answer = self._meetings.answer(asked) or self._met_before(asked)
         if self._cut is not None and asked in self._cut.asked:
             self._cut.heard = now
         elif answer is None:
             try:
                 all_asked = self._meetings.join(asked, self.planner.map.clients, now)
-                if all_asked and asked.restore:
+                if all_asked and asked.origin:
+                    self._begin_or_restore(all_asked, now)
+                elif all_asked and asked.restore:
                     self._restore(all_asked)
                 elif all_asked:
                     self._begin_cut(all_asked, now)
@@ -444,6 +446,28 @@ class Coordinator:
             self._send(route, answer)
         else:
             self._answers[route] = answer
+
+    def _met_before(self, asked: m.Meet) -> m.Met | None:
+        """Return the answer that an earlier coordinator has not given; None if there is none."""
+        known = self.planner.map
+        if known.source is None or known.met.get(asked.client) != _call(asked):
+            return None
+        return m.Met(asked.number, known.source.step, known.epoch, folder=known.source.folder)
+
+    def _begin_or_restore(self, asked: tuple[m.Meet, ...], now: float) -> None:
+        """Go back to the rows with which the training began, or save them if it begins now."""
+        known = self.planner.map
+        if known.origin is not None:
+            self._restore(asked)
+        elif known.source is None:
+            self._begin_cut(asked, now)
+        else:
+            words = (
+                f"the rows went back to the cut of step {known.source.step} before, or were saved "
+                "as it, and there is no checkpoint: it is not known with which rows the training "
+                "begins; start the job anew, or call ps.restore() before load()"
+            )
+            self._meetings.end(asked, -1, known.epoch, words)
 
     def _begin_cut(self, asked: tuple[m.Meet, ...], now: float) -> None:
         """Begin the cut that all workers have asked for; no push is applied until it ends.
@@ -460,7 +484,7 @@ class Coordinator:
             words = "rows are lost, because their servers have died: go back to a cut first"
         else:
             try:
-                place = self._cuts.begin(asked[0].step)
+                place = self._cuts.begin(max(0, asked[0].step))
             except (OSError, ConfigError) as error:
                 words = str(error)
             else:
@@ -481,14 +505,18 @@ class Coordinator:
         written = {saved.bucket for known in cut.parts for saved in known.buckets}
         if not written >= set(range(len(planner.map.placements))):
             return
+        needed: set[str] | None = set()
+        for one in cut.asked:
+            needed = None if needed is None or one.needed is None else {*needed, *one.needed}
         try:
-            self._cuts.commit(cut.place, planner.map, cut.parts, len(cut.asked))
+            self._cuts.commit(cut.place, planner.map, cut.parts, len(cut.asked), needed)
         except (OSError, SupersededError) as error:
             self._fail_cut(str(error))
             return
         self._cut = None
-        planner.end_cut(saved=True)
-        self._meetings.end(cut.asked, cut.place.step, planner.map.epoch)
+        planner.end_cut(_calls(cut.asked), origin=cut.asked[0].origin)
+        place = cut.place
+        self._meetings.end(cut.asked, place.step, planner.map.epoch, folder=place.folder)
 
     def _fail_cut(self, words: str) -> None:
         assert self._cut is not None
@@ -501,15 +529,16 @@ class Coordinator:
 
     def _restore(self, asked: tuple[m.Meet, ...]) -> None:
         """Go back to a cut whose every byte is right, or change nothing."""
-        planner, step, words = self.planner, asked[0].step, ""
+        planner, first, words, folder = self.planner, asked[0], "", ""
+        step = first.step
         if self._cut is not None:
             self._fail_cut("other workers have gone back to a cut meanwhile")
         try:
             if self._cuts is None:
                 raise ConfigError(NO_CUTS)
-            which: str | None = str(step)
-            if step < 0:
-                newest = planner.map.source
+            which: str | None = first.folder or str(step)
+            if step < 0 and not first.folder:
+                newest = planner.map.origin if first.origin else planner.map.source
                 which = newest.folder if newest is not None else None
             found = SavedCut.open(self._cuts.url, which)
             if found is None:
@@ -518,17 +547,33 @@ class Coordinator:
                     words = "rows are lost, and there is no cut to go back to"
             else:
                 found.verify()
-                step = found.place.step
-                staying = {one.client for one in asked}
-                held = found.document.tables
-                planner.restore(found.place, held, found.buckets, staying, asked[0].new)
+                step, folder = found.place.step, found.place.folder
+                planner.restore(
+                    found.place,
+                    found.document.tables,
+                    found.buckets,
+                    {one.client for one in asked},
+                    first.new,
+                    origin=not first.folder,
+                    met=_calls(asked),
+                )
         except (ConfigError, CheckpointError) as error:
             words = str(error)
-        self._meetings.end(asked, -1 if words else step, planner.map.epoch, words)
+        step, folder = (-1, "") if words else (step, folder)
+        self._meetings.end(asked, step, planner.map.epoch, words, folder=folder)
 
     def _send(self, route: bytes, message: Any, key: bytes | None = None) -> None:
         with contextlib.suppress(zmq.Again):  # it asks again
             send(self.socket, message, [], self._key if key is None else key, route)
+
+
+def _call(asked: m.Meet) -> tuple[int, int]:
+    return asked.incarnation, asked.number
+
+
+def _calls(asked: tuple[m.Meet, ...]) -> dict[str, tuple[int, int]]:
+    """Return the incarnation of each worker, and the number of its call."""
+    return {one.client: _call(one) for one in asked}
 
 
 def _bind(socket: Any, listener: sockets.socket | None) -> int:

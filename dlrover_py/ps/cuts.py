@@ -8,7 +8,7 @@ not exist. Each array has a digest, which is compared when the array is read.
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -188,7 +188,12 @@ class CutDirectory:
         return place
 
     def commit(
-        self, place: CutPlace, known: ClusterMap, parts: Sequence[CutPart], world: int
+        self,
+        place: CutPlace,
+        known: ClusterMap,
+        parts: Sequence[CutPart],
+        world: int,
+        needed: Collection[str] | None = (),
     ) -> None:
         """Make a cut exist, and remove older ones by the rules.
 
@@ -197,6 +202,7 @@ class CutDirectory:
             known: The map with its tables and workers.
             parts: What the servers have written. A bucket counts where it occurs first.
             world: Number of workers.
+            needed: Cuts, by name, that stay whatever the rules say; None: all stay.
 
         Raises:
             OSError: The store fails. Nothing of the cut is used then.
@@ -226,8 +232,9 @@ class CutDirectory:
                 chunks=tuple(chunks),
             )
         )
-        source = {known.source.folder} if known.source is not None else set()
-        self._directory.retain(self._keep, source)
+        if needed is not None:
+            places = {one.folder for one in (known.source, known.origin) if one is not None}
+            self._directory.retain(self._keep, {*needed, *places})
 
     def give_up(self) -> None:
         """Remove the files of cuts that cannot be finished.

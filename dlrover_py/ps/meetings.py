@@ -66,7 +66,9 @@ class Meetings:
             )
         return ()
 
-    def end(self, asked: tuple[Meet, ...], step: int, epoch: int, words: str = "") -> None:
+    def end(
+        self, asked: tuple[Meet, ...], step: int, epoch: int, words: str = "", *, folder: str = ""
+    ) -> None:
         """Note how a meeting ended.
 
         Args:
@@ -74,17 +76,19 @@ class Meetings:
             step: Step of the cut; -1 without one.
             epoch: Epoch of the map that a worker must have before it goes on.
             words: Why there is no cut.
+            folder: Name of the cut; empty without one.
         """
         for one in asked:
-            self._over[one.client] = (one, Met(one.number, step, epoch, words))
+            self._over[one.client] = (one, Met(one.number, step, epoch, words, folder))
 
 
-def _topic(asked: Meet) -> tuple[int, int, bool, tuple[str, ...]]:
-    return asked.step, asked.world, asked.restore, asked.new
+def _topic(asked: Meet) -> tuple[int, int, bool, tuple[str, ...], str, bool]:
+    return asked.step, asked.world, asked.restore, asked.new, asked.folder, asked.origin
 
 
 def _words(asked: Meet) -> str:
     verb = "goes back to" if asked.restore else "saves"
     step = "the newest cut" if asked.step < 0 else f"step {asked.step}"
+    step = "the first rows" if asked.origin else asked.folder or step
     new = f" and new={list(asked.new)}" if asked.new else ""
     return f"{asked.client} {verb} {step} with {asked.world} workers{new}"

@@ -264,6 +264,13 @@ class Meet:
     restore: bool
     new: tuple[str, ...] = ()
     """Tables that a cut to go back to need not have."""
+    folder: str = ""
+    """The cut to go back to, by its name; empty: by its step."""
+    origin: bool = False
+    """Whether to go back to the rows with which the training began, or to save them if it begins
+    now."""
+    needed: tuple[str, ...] | None = ()
+    """Earlier cuts, by name, that checkpoints of this worker need; None: perhaps all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +284,8 @@ class Met:
     """Epoch of the map that the worker must have before it goes on."""
     words: str = ""
     """Why it failed; empty on success."""
+    folder: str = ""
+    """Name of the cut; empty without one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ becomes a *learner*, and when the primary says that the learner has every acknow
 becomes a backup or replaces a member. So at every moment one server may acknowledge.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dlrover_py.protocol.errors import ConfigError
@@ -246,22 +246,33 @@ class Planner:
         """Let the primaries write their buckets, and apply no push meanwhile."""
         self._set(cut=place)
 
-    def end_cut(self, *, saved: bool = False) -> None:
+    def end_cut(
+        self, saved: Mapping[str, tuple[int, int]] | None = None, *, origin: bool = False
+    ) -> None:
         """Let the primaries apply pushes again.
 
         Args:
-            saved: Whether the cut exists now.
+            saved: If the cut exists now, the calls of the workers that made it: incarnation and
+                number.
+            origin: Whether the training begins with it.
         """
-        if self.map.cut is not None:
-            self._set(cut=None, source=self.map.cut if saved else self.map.source)
+        made, known = self.map.cut, self.map
+        if made is not None and saved is not None:
+            first = made if origin else known.origin
+            self._set(cut=None, source=made, origin=first, met=dict(saved))
+        elif made is not None:
+            self._set(cut=None)
 
     def restore(
         self,
         source: CutPlace,
         tables: tuple[TableSpec, ...],
         buckets: int,
-        staying: set[str],
+        staying: Collection[str],
         new: Collection[str] = (),
+        *,
+        origin: bool = False,
+        met: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
         """Go back to a cut with all buckets: what came after it does not count any more.
 
@@ -271,6 +282,8 @@ class Planner:
             buckets: Its number of buckets.
             staying: Workers that may push afterwards. All others are refused from now on.
             new: Tables that are not in the cut, and are not a table of the cut with another name.
+            origin: Whether the training begins with it, unless it began with another one.
+            met: The calls of the workers that go back: incarnation and number.
 
         Raises:
             ConfigError: The tables or buckets of the job differ from those of the cut, or a table
@@ -309,6 +322,8 @@ class Planner:
                 name: old if name in staying else later for name, old in self.map.clients.items()
             },
             source=source,
+            origin=self.map.origin or (source if origin else None),
+            met=dict(met or {}),
             restored=later,
             cut=None,
             placements=tuple(

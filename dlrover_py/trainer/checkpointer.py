@@ -36,6 +36,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Self, SupportsFloat
 
 from dlrover_py.protocol.checkpoint_id import CheckpointId
@@ -55,6 +56,7 @@ from dlrover_py.trainer.schedule import SaveSchedule
 from dlrover_py.trainer.settings import Settings
 from dlrover_py.trainer.state_dict import expected_bytes
 from dlrover_py.trainer.storage_progress import StorageProgress
+from dlrover_py.trainer.table_cuts import TableCuts
 from dlrover_py.trainer.vote import RankVote, SaveAttempt, SaveOutcome, SaveVotes
 
 if TYPE_CHECKING:
@@ -120,11 +122,11 @@ class Checkpointer:
         self._opened: WorkerContext | None = None
         """The context of this worker; None before the first ``load`` or ``save``."""
         self._schedule = SaveSchedule(options.rules, options.age, self.stats, clock)
-        self._votes = SaveVotes()
-        self._replicas = ReplicaTracker()
+        self._votes, self._replicas = SaveVotes(), ReplicaTracker()
         self.replica_check = ReplicaCheck(self.settings.checkpoint.get("compareEvery"), notices)
-        self._starter = SaveStarter(self._replicas, self.stats, notices, rng=rng)
         self._storage = StorageProgress(self.dir, self.keep, self.stats, notices, clock)
+        self._cuts = TableCuts(self._storage)
+        self._starter = SaveStarter(self._replicas, self.stats, notices, self._cuts, rng=rng)
         self._last_due_step = -1
         """The greatest step of this timeline for which a save was due."""
         self._newest_complete: CheckpointId | None = None
@@ -251,6 +253,7 @@ class Checkpointer:
             self._finish_saves(context)
             with_rng = self._starter.whole(state)
             found = self._restore(context, with_rng)
+            self._cuts.loaded(state, None if found is None else found.id)
             self._begin_timeline(context, found)
             if found is None:
                 self._initialize(context, state, init)
@@ -414,9 +417,7 @@ class Checkpointer:
             persist: whether the checkpoint is to go to storage.
             forced: whether the script has passed ``force=True``.
         """
-        if (
-            step <= self._last_due_step
-        ):  # the training went back or repeats a step: a new checkpoint
+        if step <= self._last_due_step:  # the training went back or repeats it: a new checkpoint
             self._claim.begin_timeline()
         self._last_due_step = step
         now = self._schedule.begun(step, flagged=persist)
@@ -568,6 +569,7 @@ class Checkpointer:
                 round=context.round,
                 job=context.job,
                 rejected=self.settings.rejected,
+                prepare=partial(self._cuts.restore, state),
             )
 
     def _begin_timeline(self, context: WorkerContext, found: "Loaded | None") -> None:

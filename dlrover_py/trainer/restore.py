@@ -13,7 +13,7 @@ value for each of these tensors.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -89,6 +89,7 @@ def load(
     job: str = "",
     rejected: Sequence[tuple[int, int]] = (),
     timing: SearchTiming | None = None,
+    prepare: Callable[[Catalog, Ranks], str] | None = None,
 ) -> Loaded | None:
     """Fill the state from the newest checkpoint that all ranks can have. Collective.
 
@@ -108,6 +109,8 @@ def load(
         rejected: pairs of a round and a step. Checkpoints of this job of rounds up to this one
             whose step is greater have wrong values, and are not loaded.
         timing: times of the search; None for the defaults.
+        prepare: called on all ranks before a candidate is copied. It returns why the candidate
+            cannot be had, the same on all ranks; empty if it can.
 
     Returns:
         What was loaded. None if there is no checkpoint, or if ``arena`` alone has only parts of
@@ -148,7 +151,7 @@ def load(
         raise CheckpointError(
             f"{known.incomplete_reason}; it is not known whether there is a checkpoint: try again"
         )
-    attempts = _Attempts(state, ranks, strict, log)
+    attempts = _Attempts(state, ranks, strict, log, prepare)
     for found in known.found:
         with closing(search.open(found, rank)) as candidate:
             loaded = attempts.load(candidate)
@@ -164,9 +167,15 @@ class _Attempts:
     """The attempts of one load: one candidate after the other, until one is loaded."""
 
     def __init__(
-        self, state: Mapping[str, object], ranks: Ranks, strict: bool, log: logging.Logger
+        self,
+        state: Mapping[str, object],
+        ranks: Ranks,
+        strict: bool,
+        log: logging.Logger,
+        prepare: Callable[[Catalog, Ranks], str] | None = None,
     ) -> None:
         self._state, self._ranks, self._strict, self._log = state, ranks, strict, log
+        self._prepare = prepare
         self._tried: list[str] = []
         """Each candidate that was not loaded, and why, in words."""
         self._state_written = False
@@ -214,6 +223,8 @@ class _Attempts:
         if not why:
             assert plan is not None
             why = self._unfilled(plan)
+        if not why and self._prepare is not None:
+            why = self._prepare(candidate.catalog, self._ranks)
         if not why:
             assert plan is not None
             loaded, why = fill(self._ranks, found, candidate.catalog, plan, self._log)

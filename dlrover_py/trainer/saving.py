@@ -15,6 +15,7 @@ from dlrover_py.trainer.object_codec import refused
 from dlrover_py.trainer.placement import WorkerContext
 from dlrover_py.trainer.replica_tracking import ReplicaTracker
 from dlrover_py.trainer.state_dict import RNG, PerRank, RandomState, flatten
+from dlrover_py.trainer.table_cuts import TableCuts
 from dlrover_py.trainer.vote import SaveAttempt
 
 LAST_SAVE_TRIES, LAST_SAVE_PAUSE_S = 100, 0.02
@@ -26,17 +27,24 @@ class SaveStarter:
     """Starts saves of one rank."""
 
     def __init__(
-        self, replicas: ReplicaTracker, stats: SaveStats, notices: NoticeLog, *, rng: bool
+        self,
+        replicas: ReplicaTracker,
+        stats: SaveStats,
+        notices: NoticeLog,
+        cuts: TableCuts,
+        *,
+        rng: bool,
     ) -> None:
         """Create the object.
 
         Args:
+            cuts: makes the cuts of tables that belong to a save.
             replicas: which checkpoint peers copy.
             stats: counts the saves.
             notices: receives the reasons of saves that are not started.
             rng: whether the states of the random generators are saved, too.
         """
-        self._rng = rng
+        self._rng, self._cuts = rng, cuts
         self._replicas, self._stats, self._notices = replicas, stats, notices
         self._has_saved = False
         """The state could be saved at least once."""
@@ -87,6 +95,12 @@ class SaveStarter:
         step = attempt.id.step
         attempt.missed = True
         first = not self._has_saved
+        kept = {*protected, *self._replicas.kept}
+        if why := self._cuts.save(state, attempt.id, kept, lists=context.rank == 0):
+            self._missed(step, why)
+            return False
+        self._stats.cost_s += time.perf_counter() - began
+        began = time.perf_counter()
         try:
             flat = flatten(state, rank=context.rank)
             objects = flat.encoded()

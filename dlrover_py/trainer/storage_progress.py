@@ -76,6 +76,11 @@ class StorageProgress:
         """Since when a checkpoint is on its way to storage, by the clock; None if none is."""
         return None if self.busy is None else self._writing_since
 
+    @property
+    def on_the_way(self) -> set[CheckpointId]:
+        """The checkpoints that are or may be on their way to storage, which does not list them."""
+        return {one for one in (self.busy, self.ordered) if one is not None}
+
     def report(self, settings: Settings) -> None:
         """Report the directory and the rules of retention to the agent, for its persister.
 

@@ -76,8 +76,8 @@ def main() -> None:
     optimizer = ps.Optimizer(model, dense, scale=1 / dist.get_world_size())
     ddp = DistributedDataParallel(model)
     loader = ElasticLoader(train, global_batch=args.global_batch)
-    checkpointer = Checkpointer(every=1)
-    state = {"model": model, "optimizer": dense, "data": loader}
+    checkpointer = Checkpointer(every=args.save_every)
+    state = {"model": model, "optimizer": dense, "data": loader, "tables": ps.tables()}
     if checkpointer.load(state) and dist.get_rank() == 0:
         print(f"resumed after step {loader.steps}", flush=True)
 
@@ -142,6 +142,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--global-batch", type=int, default=1000, help="samples, of all workers")
     parser.add_argument("--pull", default="fp16", help="format of rows in messages")
     parser.add_argument("--push", default="int8", help="format of gradients in messages")
+    parser.add_argument(
+        "--save-every", type=int, default=50, help="steps between two checkpoints of all"
+    )
     parser.add_argument(
         "--step-delay", type=float, default=0.0, help="seconds, to have time to look"
     )

@@ -22,9 +22,9 @@ STEPS = SAMPLES // BATCH
 def training(place: Place, *flags: str) -> Iterator["subprocess.Popen[str]"]:
     """Run the example with its output in a pipe."""
     run = place.popen(
-        "dlrover", "ps", "serve", "--servers", "3", "--",
+        "dlrover", "ps", "serve", "--servers=3", f"--checkpoints={place.folder / 'cuts'}", "--",
         "elastic-run", "--standalone", "--nproc-per-node=2", "--max-restarts=3", str(SCRIPT),
-        f"--samples={SAMPLES}", f"--global-batch={BATCH}", *flags,
+        f"--samples={SAMPLES}", f"--global-batch={BATCH}", "--save-every=15", *flags,
         stdout=subprocess.PIPE,
     )  # fmt: skip
     try:

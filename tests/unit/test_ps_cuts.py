@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -401,6 +402,35 @@ def test_a_cut_that_nobody_waits_for_is_given_up(tmp_path: Path) -> None:
             assert worker.poll(20_000)
             met, _ = decode(worker.recv_multipart(), one.access.key)
         assert met.words == "no worker waits for it any more"
+
+
+def test_the_next_coordinator_answers_who_has_not_heard_that_the_cut_exists(
+    tmp_path: Path,
+) -> None:
+    """The other worker has its answer, and does not ask again."""
+    cuts = tmp_path / "cuts"
+    with coordinator_of_one(tmp_path, cuts) as (one, incarnation, _):
+        known = replace(one.planner.map, source=PLACE, met={"a": (incarnation, 1)})
+    (tmp_path / "map").write_bytes(msgspec.json.encode(known))
+    with coordinator_of_one(tmp_path, cuts) as (one, again, worker):
+        assert again == incarnation
+
+        def answer(number: int, wait_ms: int) -> Met | None:
+            asked = Meet("a", again, number, PLACE.step, 2, restore=False)
+            send(worker, asked, [], one.access.key)
+            assert one.socket.poll(20_000)
+            one.receive(0.0)
+            one.tick(0.0)
+            while worker.poll(wait_ms):
+                found, _ = decode(worker.recv_multipart(), one.access.key)
+                if isinstance(found, Met):
+                    return found
+            return None
+
+        assert answer(2, 200) is None
+        met = answer(1, 20_000)
+        assert met is not None
+        assert (met.step, met.folder, met.words) == (PLACE.step, PLACE.folder, "")
 
 
 def test_the_next_coordinator_of_a_job_writes_at_once_and_the_last_one_no_more(

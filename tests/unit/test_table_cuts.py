@@ -1,0 +1,193 @@
+"""A checkpoint of a model and the cut of its tables are one: saved, loaded and kept together."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dlrover_py.checkpoint.directory import CheckpointDirectory
+from dlrover_py.protocol.errors import CheckpointError
+from dlrover_py.ps import specs
+from dlrover_py.ps.client import PsClient
+from dlrover_py.ps.cut_item import Tables
+from dlrover_py.ps.specs import TableSpec
+from dlrover_py.trainer.checkpointer import Checkpointer
+from tests.ps_threads import client, servers
+from tests.unit.test_checkpointer import clock, make  # noqa: F401 - fixtures
+
+COUNT = TableSpec("count", 1, specs.sgd(1.0), specs.uniform(0.0, 0.0))
+IDS = np.arange(20, dtype=np.int64)
+Make = Callable[..., Checkpointer]
+
+
+class Training:
+    """A model that counts its steps, and a table that does the same."""
+
+    def __init__(self, worker: PsClient, checkpointer: Checkpointer) -> None:
+        self.worker, self.checkpointer = worker, checkpointer
+        worker.create(COUNT)
+        self.model = torch.zeros(1)
+        self.state: dict[str, Any] = {"model": self.model, "tables": Tables(worker)}
+
+    def load(self) -> int:
+        step = self.checkpointer.load(self.state) or 0
+        assert self.both() == (step, step)
+        return step
+
+    def train(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            self.worker.push({"count": (IDS, np.full((20, 1), -1, np.float32))}).result()
+            self.model += 1
+
+    def save(self, **more: Any) -> bool:
+        done = self.checkpointer.save(int(self.model), self.state, **more)
+        self.checkpointer.wait()
+        return done
+
+    def both(self) -> tuple[int, int]:
+        rows = self.worker.pull({"count": IDS}).result()["count"]
+        assert len(set(rows[:, 0].tolist())) == 1
+        return int(self.model), int(rows[0, 0])
+
+
+@contextmanager
+def started(access: Any, checkpointer: Checkpointer) -> Iterator[Training]:
+    """A life of the worker, which begins with a load."""
+    with client(access) as worker:
+        yield Training(worker, checkpointer)
+        checkpointer.close()
+
+
+def cuts_in(folder: Path) -> set[str]:
+    return {one.folder for one in CheckpointDirectory(folder).checkpoints()}
+
+
+def test_model_and_tables_are_of_one_step_whenever_the_worker_dies(
+    make: Make,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    with servers(tmp_path, cuts=str(tmp_path / "cuts")) as access:
+        with started(access, make()) as first:
+            assert first.load() == 0
+            first.train(2)
+        with started(access, make()) as second:  # no checkpoint: all begins again
+            assert second.load() == 0
+            second.train(3)
+            assert second.save()
+            second.train(2)
+            second.worker.save(5)  # it dies before the checkpoint of this cut
+        with started(access, make()) as third:
+            assert third.load() == 3
+            third.train(4)
+            assert third.save()
+            assert third.load() == 7
+            third.train()
+        with started(access, make()) as fourth:
+            assert fourth.load() == 7
+
+
+def test_without_a_cut_nothing_is_saved_and_training_goes_on(
+    make: Make,  # noqa: F811
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cuts = tmp_path / "cuts"
+    with servers(tmp_path, cuts=str(cuts)) as access, started(access, make()) as run:
+        run.load()
+        run.train(2)
+        assert run.save()
+        cuts.rename(tmp_path / "away")
+        cuts.write_text("a file")
+        run.train(2)
+        with caplog.at_level(logging.WARNING):
+            assert not run.save()
+        assert "the tables were not saved" in caplog.text
+        cuts.unlink()
+        (tmp_path / "away").rename(cuts)
+        assert run.load() == 2
+
+
+def test_a_checkpoint_whose_cut_is_gone_or_damaged_gives_way_to_an_older_one(
+    make: Make,  # noqa: F811
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cuts = tmp_path / "cuts"
+    with servers(tmp_path, cuts=str(cuts)) as access, started(access, make()) as run:
+        run.load()
+        for _ in (1, 2):
+            run.train(2)
+            assert run.save()
+        directory = CheckpointDirectory(cuts)
+        directory.remove(next(one for one in cuts_in(cuts) if one.startswith("step-4.")))
+        assert run.load() == 2
+        assert "there is no cut 'step-4." in caplog.text
+        for one in cuts_in(cuts):
+            directory.remove(one)
+        with pytest.raises(CheckpointError, match="there is no cut"):
+            run.load()
+
+
+def test_cuts_of_checkpoints_in_storage_stay(make: Make, tmp_path: Path) -> None:  # noqa: F811
+    cuts, dir = tmp_path / "cuts", tmp_path / "dir"
+    item = {"tables": "not yet"}
+
+    class Stored(Tables):
+        """Says the cuts of checkpoints in storage."""
+
+        def save_cut(self, step: int, needed: Any) -> str:
+            item["needed"] = needed
+            return super().save_cut(step, needed)
+
+    with servers(tmp_path, cuts=str(cuts)) as access, started(access, make(dir)) as run:
+        run.state["tables"] = Stored(run.worker)
+        run.load()
+        (origin,) = cuts_in(cuts)
+        kept = []
+        for _ in range(6):
+            run.train()
+            assert run.save()
+            kept.append(run.state["tables"].state_dict()["cut"])
+        # The newest three, the first rows, and what this rank may still load.
+        assert cuts_in(cuts) == {origin, *kept[-3:]}
+        assert kept[-2] in item["needed"]
+
+
+def test_the_tables_are_a_value_of_the_state_itself(make: Make, tmp_path: Path) -> None:  # noqa: F811
+    with servers(tmp_path, cuts=str(tmp_path / "cuts")) as access, started(access, make()) as run:
+        run.state = {"all": {"model": run.model, "tables": run.state["tables"]}}
+        run.train()
+        assert run.save()
+        with pytest.raises(CheckpointError, match="value of the state itself"):
+            run.checkpointer.load(run.state)
+
+
+def test_rows_of_another_training_are_never_taken_for_the_first_ones(
+    make: Make,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    cuts = str(tmp_path / "cuts")
+    with servers(tmp_path, cuts=cuts) as access, started(access, make()) as run:
+        run.load()
+        run.train(3)
+        assert run.save()
+        name = run.state["tables"].state_dict()["cut"]
+    other = tmp_path / "other"
+    other.mkdir()
+    with servers(other, cuts=cuts) as access, client(access) as worker:
+        worker.create(COUNT)
+        item = Tables(worker)
+        item.restore_cut(name)
+        with pytest.raises(CheckpointError, match="it is not known with which rows"):
+            item.restore_origin()
+        assert worker.restore(world=1) == 3  # the user's decision
+        worker.push({"count": (IDS, np.full((20, 1), -1, np.float32))}).result()
+        item.save_cut(1, set())
+        item.restore_origin()
+        assert item.state_dict() == {"cut": name}
+        assert worker.pull({"count": IDS}).result()["count"][0, 0] == 3
