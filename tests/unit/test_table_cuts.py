@@ -191,3 +191,17 @@ def test_rows_of_another_training_are_never_taken_for_the_first_ones(
         item.restore_origin()
         assert item.state_dict() == {"cut": name}
         assert worker.pull({"count": IDS}).result()["count"][0, 0] == 3
+
+
+def test_cuts_that_a_worker_needs_stay_and_all_if_that_is_not_known(tmp_path: Path) -> None:
+    cuts = tmp_path / "cuts"
+    with servers(tmp_path, cuts=str(cuts)) as access, client(access) as worker:
+        worker.create(COUNT)
+        item = Tables(worker)
+        made = [item.save_cut(1, set())]
+        made += [item.save_cut(step, {made[0]}) for step in range(2, 7)]
+        assert cuts_in(cuts) == {made[0], *made[-3:]}
+        made.append(item.save_cut(7, None))
+        assert cuts_in(cuts) == {made[0], *made[-4:]}
+        made.append(item.save_cut(8, set()))
+        assert cuts_in(cuts) == set(made[-3:])
