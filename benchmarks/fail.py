@@ -48,7 +48,7 @@ def fill_disk() -> None:
 
 
 def raise_key_error() -> None:
-    {}["labels"]
+    dict[str, int]()["labels"]
 
 
 def raise_device_memory() -> None:

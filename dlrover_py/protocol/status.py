@@ -28,7 +28,7 @@ from pydantic.alias_generators import to_camel
 
 from dlrover_py.protocol.agents import Count, Progress, Words, WorkerFailure, WorkerPhase
 from dlrover_py.protocol.autoscale import NodeAllocation
-from dlrover_py.protocol.diagnosis import HangVerdict
+from dlrover_py.protocol.diagnosis import EvidenceKind, HangVerdict
 from dlrover_py.protocol.hosts import BadHosts, HostFaultKind
 from dlrover_py.protocol.words import byte_size
 
@@ -420,7 +420,9 @@ class EvidenceManifest(_StatusModel):
     format: Count = 1
     """Version of the bundle."""
     number: Count
-    """Number of the snapshot."""
+    """Number of the bundle."""
+    kind: EvidenceKind = EvidenceKind.HANG
+    """The event to which it belongs."""
     at: WallTime
     """When it was complete."""
     round: Count
@@ -428,9 +430,13 @@ class EvidenceManifest(_StatusModel):
     step: Count | None = None
     """Newest step that was reported."""
     reason: Words
-    """Why the snapshot was taken."""
+    """Why the snapshot was taken: what has happened, or who has asked."""
     verdict: HangVerdict | None = None
     """Why the job stands still; absent if it does not."""
+    failure: Failure | None = None
+    """The failure that ended the round; absent for another event."""
+    facts: list[Words] = Field(default_factory=list, max_length=64)
+    """What was measured, in words: of a slow job, what each node spends in a step."""
     nodes: list[Words] = Field(default_factory=list, max_length=65_536)
     """Nodes of the snapshot, each with a file ``NODE.json``."""
     missing: list[Words] = Field(default_factory=list, max_length=65_536)

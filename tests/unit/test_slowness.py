@@ -558,6 +558,7 @@ def test_a_slow_loader_is_told_with_its_node_and_nothing_is_done() -> None:
     assert " s before: data. Check its storage" in message
     assert train.condition().startswith("True: a step takes 1.5 s")
     assert train.bench.job.state.pending_round is None
+    assert train.bench.job.state.snapshots == 1, "all ranks are looked at, once"
     train.go(10 * (OVER + 1))
     assert [reason for reason, _ in train.told()] == [EventReason.SLOW, EventReason.SLOW_OVER]
     assert train.condition() == "False: steps take the usual time"
