@@ -503,7 +503,8 @@ class TimeBucket(StrEnum):
     STANDSTILL = "standstill"
     """A hang that was found: from its last step on."""
     SUSPENDED = "suspended"
-    """The job was suspended. This does not count for the share."""
+    """The job was suspended, or the machine of its master slept. This does not count for the
+    share."""
 
 
 class GoodputCeiling(_StatusModel):

@@ -34,6 +34,7 @@ from dlrover_py.master.core.events import (
     RoomSeen,
     Rules,
     ShardsAsked,
+    Slept,
     SnapshotArrived,
     Stalled,
     TablesReported,
@@ -282,6 +283,9 @@ class Job:
                     self._transitions.end_job(
                         JobPhase.STOPPED, EventReason.JOB_STOPPED, ENDED_BY_USER
                     )
+            case Slept(seconds):
+                self._goodput.slept(seconds)
+                self._autoscaler.stalled()
             case Stalled(seconds):
                 live.nodes.stalled(live.now, seconds)
                 self._sharding.stalled(seconds)

@@ -498,7 +498,8 @@ class TransientState:
 
     @property
     def steady_wall(self) -> float:
-        """Unix time at the start of this master plus the time since then.
+        """Unix time at the start of this master plus the time since then, with sleeps of the
+        machine.
 
         Durations do not change when the system clock is set meanwhile.
         """
