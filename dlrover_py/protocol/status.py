@@ -229,6 +229,10 @@ class NodeStatus(_StatusModel):
     """Memory that its processes use, in bytes."""
     memory_limit: int = 0
     """The memory limit of its container in bytes; 0 if what it uses is not known."""
+    resent: float = 0.0
+    """Share of its TCP segments that were sent again."""
+    network_errors: float = 0.0
+    """Packets a second that its network interfaces have lost or found damaged."""
     cores: float = 0.0
     """Number of CPUs that its processes use."""
     restarts: int = 0
@@ -244,6 +248,13 @@ class NodeStatus(_StatusModel):
         if not self.memory_limit:
             return ""
         return f"{byte_size(self.memory_bytes)} of {byte_size(self.memory_limit)}"
+
+    @property
+    def network_words(self) -> str:
+        """What its network loses, such as ``2.5 % resent, 12 lost/s``; empty if that is usual."""
+        words = [f"{100 * self.resent:.1f} % resent"] if self.resent >= 0.01 else []
+        words += [f"{self.network_errors:.3g} lost/s"] if self.network_errors >= 1.0 else []
+        return ", ".join(words)
 
     @property
     def cores_words(self) -> str:

@@ -145,6 +145,9 @@ CHANGES: list[tuple[Change, float, SlowKind, str]] = [
     (on("n2", sending=0.25, cpu=0.2), 1.3, SlowKind.LINK, "n2"),
     (on("", sending=0.3), 1.3, SlowKind.LINK, ""),
     (on("n1", sending=0.1), 1.3, SlowKind.UNKNOWN, ""),
+    (on("n1", resent=0.05), 1.3, SlowKind.LINK, "n1"),
+    (on("n1", resent=0.005, errors=2.0), 1.3, SlowKind.UNKNOWN, ""),
+    (on("n1", resent=0.05, data=0.3), 1.3, SlowKind.DATA, "n1"),
 ]
 
 
@@ -584,6 +587,26 @@ def test_a_slow_link_is_told_with_both_ends() -> None:
     ((_, message),) = train.told()
     assert "; the link between n1 and n2 waits for the network " in message
     assert " s a step, 0 s before: link. Check cable" in message
+
+
+def test_what_the_network_of_a_node_loses_is_told() -> None:
+    for load, words in (
+        (
+            NodeLoad(sending=0.6, resent=0.03, network_errors=12.0),
+            " a step, 0 s before; n1 sends 3.0 % of its TCP segments again and loses 12 packets a "
+            "second at its interfaces: link. Check cable",
+        ),
+        (
+            NodeLoad(resent=0.03),
+            "; node n1 sends 3.0 % of its TCP segments again, 0.0 % before: link. Check cable",
+        ),
+    ):
+        train = Train()
+        train.go(USUAL)
+        train.bench.agent("n1").load = load
+        train.go(90, step_s=2.0)
+        ((_, message),) = train.told()
+        assert words in message
 
 
 def test_a_link_that_was_slow_from_the_first_step_on_is_told_in_a_job() -> None:

@@ -155,6 +155,8 @@ class SlowJob:
                 sending=load.sending * times[-1] if load is not None else 0.0,
                 clocks=load.clocks if load is not None else 0.0,
                 speed=load.link_bytes_s if load is not None else 0.0,
+                resent=load.resent if load is not None else 0.0,
+                errors=load.network_errors if load is not None else 0.0,
                 # On one machine, several nodes have the same address.
                 peer=node_at[peer] if addresses[peer] == 1 else "",
             )
