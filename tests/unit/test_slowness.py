@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dlrover_py.master.core.diagnosis.slow import OVER, WARM_UP
+from dlrover_py.master.core.diagnosis.slow import MOST_FACTS, OVER, WARM_UP, facts
 from dlrover_py.master.core.diagnosis.slowness import (
     FEWEST,
     IN_A_ROW,
@@ -815,3 +815,19 @@ def test_what_is_no_machine_and_no_link_is_not_checked() -> None:
     train.go(USUAL)
     train.go(90, step_s=1.5, n1=0.5)
     assert train.condition().endswith("no node is at fault for a slowness of this class")
+
+
+def test_the_bundle_of_a_slow_job_has_what_each_node_spends_in_a_step() -> None:
+    nodes = {
+        "n0": Parts(data=0.25, cpu=0.5, resent=0.03),
+        "n1": Parts(cpu=1.25, peer="n0"),
+        "n2": Parts(),
+    }
+    assert facts(Window(step=7, step_s=1.0, nodes=nodes)) == (
+        "a step takes 1 s",
+        "n0: data 0.25, cpu 0.5, resent 0.03, waits 0.25",
+        "n1: cpu 1.25",
+        "n2: nothing that is measured",
+    )
+    many = {f"n{n}": Parts() for n in range(1000)}
+    assert len(facts(Window(step=7, step_s=1.0, nodes=many))) == MOST_FACTS

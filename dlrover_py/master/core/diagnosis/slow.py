@@ -107,7 +107,7 @@ class SlowJob:
         if self._windows <= WARM_UP:
             return
         self._watch.saw(window)
-        self._tell(self._watch.slow, _facts(window))
+        self._tell(self._watch.slow, window)
 
     def _begin_round(self) -> None:
         """Learn anew, because a step of another round may take another time."""
@@ -166,14 +166,14 @@ class SlowJob:
             nodes=nodes,
         )
 
-    def _tell(self, slow: Slowness | None, facts: tuple[str, ...]) -> None:
+    def _tell(self, slow: Slowness | None, window: Window) -> None:
         """Record that the job is slow, for another reason than before, or is not any more.
 
         The first time, all ranks are looked at, too.
 
         Args:
             slow: Why it is slow; None if it is not.
-            facts: What each node has spent in a step, in words.
+            window: The newest steps.
         """
         told = self._told
         if slow is None:
@@ -193,7 +193,7 @@ class SlowJob:
                 warning=True,
             )
             self._told, self._seen = slow, 0
-            self.live.look = Look(EvidenceKind.SLOW, self.live.slow, facts)
+            self.live.look = Look(EvidenceKind.SLOW, self.live.slow, facts(window))
         if self.live.spec.spec.diagnosis.slow == "act" and (why := self._check(slow)):
             self.live.slow += f". It is not checked: {why}"
 
@@ -236,12 +236,18 @@ class SlowJob:
         self.log.record(EventReason.SLOW_OVER, why, cause=self._event)
 
 
-def _facts(window: Window) -> tuple[str, ...]:
-    """Return what each node has spent in a step, and what it has lacked, in words."""
+def facts(window: Window) -> tuple[str, ...]:
+    """Return what each node has spent in a step, and what it has lacked, in words.
+
+    What is neither computed by the thread that trains nor waited for data is its wait for other
+    ranks, or for a device.
+    """
     found = [f"a step takes {window.step_s:.3g} s"]
     for name, parts in sorted(window.nodes.items()):
+        waits = window.step_s - parts.data - parts.cpu
         numbers = {n: v for n, v in asdict(parts).items() if isinstance(v, float) and v}
         words = [f"{part} {value:.3g}" for part, value in numbers.items()]
+        words += [f"waits {waits:.3g}"] if parts.cpu and waits > 0 else []
         found.append(f"{name}: {', '.join(words) or 'nothing that is measured'}")
     return tuple(found[:MOST_FACTS])
 
