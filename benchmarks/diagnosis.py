@@ -2,14 +2,19 @@
 
     python benchmarks/diagnosis.py --quick
 
-* *hangs*: a rank of a job of 2 nodes with 2 workers each hangs in one of six ways
+* *hangs*: a rank of a job of 2 nodes with 2 workers each hangs in one of eight ways
   (tests/programs/hang.py). The time runs from the injection to the event ``Hang``. The verdict is
   right if it names that rank and the expected kind. The job is told to wait for 3 s at least; its
   learned bound is about 5 s, because agents report once a second.
+* *failures*: a rank of a job of 2 nodes fails in one of eight ways (benchmarks/fail.py). It counts
+  if the event ``WorkerFailed`` names that rank and the expected class. The limit of memory is one
+  of a control group (version 1), and the small file systems are mounts: both need root.
 * *controls*: jobs without a hang, and one whose rank computes for 12 s within a step while the
   others wait. No hang may be told.
-* *healthy*: 20 jobs of ten shapes (tests/programs/healthy.py) for three minutes each, four at a
-  time, and one for ``--minutes``. No alarm of any kind may be raised.
+* *healthy*: 20 jobs of ten shapes that sleep (tests/programs/healthy.py) for three minutes each,
+  four at a time, and one for ``--minutes``. No alarm of any kind may be raised.
+* *computing*: the same for ten shapes that use the CPU: they evaluate, save, accumulate, exchange
+  parts of other sizes, and collect garbage. One job at a time, for ``--each`` minutes.
 * *wrong*: a job of 3 replicas under DDP (tests/programs/train_wrongly.py). In its first round a bit
   flips in the parameters of a rank, in the second one the loss of a rank becomes NaN. It counts if
   the event names that rank, and the next round continues from the last good checkpoint.
@@ -38,7 +43,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -52,7 +57,7 @@ from dlrover_py.master.core.diagnosis.spikes import SpikeWatch
 from dlrover_py.master.core.diagnosis.steps import StepClock
 from dlrover_py.trainer.replica_check import digest
 from tests.process.harness import document
-from tests.programs.healthy import SHAPES
+from tests.programs.healthy import SHAPES, WORK
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs" / "benchmarks.md"
@@ -68,10 +73,12 @@ KINDS = {
     "loader": "not-entered",
     "mismatch": "mismatch",
     "early": "mismatch",
+    "files": "not-entered",
+    "groups": "groups",
 }
 """The kind of verdict that is expected of each injection."""
 CONTROLS = ("none", "slow")
-ALARMS = {"Hang", "Slow", "NotFinite", "Spike", "ReplicasDiffer", "NodeSlow"}
+ALARMS = {"Hang", "Slow", "NotFinite", "Spike", "ReplicasDiffer", "NodeSlow", "LogRule"}
 """Reasons of the events that tell of a job that stands still, is slow or has wrong values."""
 MEANINGS = {
     "freeze": "SIGSTOP of a rank",
@@ -80,7 +87,20 @@ MEANINGS = {
     "loader": "the data loader of a rank blocks",
     "mismatch": "a rank calls another collective",
     "early": "the data of a rank end earlier",
+    "files": "a rank opens a file whose server does not answer (FUSE)",
+    "groups": "a rank calls the collectives of two groups in another order",
 }
+FAILURES = {
+    "memory": ("a rank exceeds the memory limit of its control group", "host_out_of_memory"),
+    "shm": ("a rank writes to a /dev/shm that is full", "host_out_of_memory"),
+    "disk": ("a rank writes to a disk that is full", "storage"),
+    "code": ("a rank raises a KeyError", "code_error"),
+    "kill": ("a rank gets SIGKILL", "killed"),
+    "term": ("a rank gets SIGTERM from outside", "preempted"),
+    "device": ("the GPU of a rank has no memory left (the text of torch)", "device_out_of_memory"),
+    "ecc": ("a rank has an uncorrectable ECC error (the text of CUDA)", "hardware"),
+}
+"""How a rank fails, and the class that is expected."""
 SLOW = {
     "loader": ("the loader of a node blocks for half a step", "data"),
     "quota": ("half of the CPU time that a node uses, by a quota", "neighbour"),
@@ -173,18 +193,24 @@ def run(how: str, rank: int, step: int, steps: int, within_s: float) -> tuple[fl
             process.communicate(timeout=120)
 
 
-def hangs(times: int, seed: int) -> list[Row]:
-    """Inject each hang so many times, at a random rank and step."""
+def hangs(times: int, seed: int, ways: Sequence[str]) -> list[Row]:
+    """Inject each of these hangs so many times, at a random rank and step."""
     draw = random.Random(seed)
     rows, every, right_in_all = [], [], 0
-    for how, kind in KINDS.items():
+    for how in ways:
+        kind = KINDS[how]
         seconds, right = [], 0
         for _ in range(times):
             rank, step = draw.randrange(WORLD), draw.randrange(90, 150)
             found = run(how, rank, step, 100_000, 180.0)
+            print(f"{how} at rank {rank}: {found}", file=sys.stderr)
             if found is not None:
                 seconds.append(found[0])
-                right += found[1]["ranks"] == [rank] and found[1]["kind"] == kind
+                # In a deadlock of groups, all ranks wait for each other.
+                named = (
+                    rank in found[1]["ranks"] if how == "groups" else found[1]["ranks"] == [rank]
+                )
+                right += named and found[1]["kind"] == kind
         every += seconds
         right_in_all += right
         ours = f"{statistics.median(seconds):.1f} s" if seconds else "not told"
@@ -193,12 +219,82 @@ def hangs(times: int, seed: int) -> list[Row]:
         met = right == times and bool(seconds) and max(seconds) <= limit
         peers = "ByteRobust 10–30 s; NCCL's watchdog 10 min; torchrun never"
         rows.append(row(MEANINGS[how], "≤ bound + 5 s", ours, peers, met, times))
-    total = times * len(KINDS)
+    total = times * len(ways)
     ours = f"{right_in_all} of {total}"
     rows.append(
         row("right rank and kind", "≥ 19 of 20", ours, "", right_in_all >= 0.95 * total, total)
     )
     return rows
+
+
+def failure(how: str, rank: int, number: int) -> str:
+    """Run a job of 2 nodes in which a rank fails; return the message of the first failure.
+
+    Args:
+        how: how it fails.
+        rank: the rank.
+        number: number of this run, for names.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        group = Path(f"/sys/fs/cgroup/memory/dlrover-bench-{os.getpid()}-{number}")
+        words = [str(Path(sys.executable).parent / "elastic-run"), str(ROOT / "benchmarks/fail.py")]
+        words += [how, str(rank)]
+        if how == "memory":
+            group.mkdir()
+            (group / "memory.limit_in_bytes").write_text(str(1 << 30))
+            enter = (
+                f"if [ $DLROVER_NODE_ID = n{rank} ]; then echo $BASHPID > {group}/cgroup.procs; fi"
+            )
+            words = ["bash", "-c", f'{enter}; exec "$@"', "bash", *words]
+        file = folder / "job.yaml"
+        described = document(words, name="fail", replicas=2, restartCount=0)
+        file.write_text(yaml.safe_dump(described))
+        environ = {
+            **os.environ,
+            "DLROVER_STATE_DIR": str(folder / "state"),
+            "DLROVER_RUNTIME_DIR": str(folder / "run"),
+            "DLROVER_MASTER_LEASE_S": "30",
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [str(Path(sys.executable).parent / "dlrover"), "job", "run", str(file), "--json"]
+        try:
+            done = subprocess.run(
+                command,
+                cwd=folder,
+                env=environ,
+                text=True,
+                capture_output=True,
+                timeout=300,
+                check=False,
+            )
+        finally:
+            if group.exists():
+                group.rmdir()
+    events = [json.loads(line).get("event") or {} for line in done.stdout.splitlines()]
+    told = [event["message"] for event in events if event.get("reason") == "WorkerFailed"]
+    return told[0] if told else f"not told: {done.stderr[-500:]}"
+
+
+def failures(times: int, seed: int, ways: Sequence[str]) -> list[Row]:
+    """Let a rank fail in each of these ways so many times."""
+    draw = random.Random(seed)
+    rows, right_in_all = [], 0
+    for how in ways:
+        meaning, expected = FAILURES[how]
+        right = 0
+        for number in range(times):
+            rank = draw.randrange(2)
+            told = failure(how, rank, number)
+            print(f"{how} at rank {rank}: {told}", file=sys.stderr)
+            right += f"(rank {rank})" in told and f". {expected} (" in told
+        right_in_all += right
+        ours, note = f"right rank and class {right} of {times}", f"class `{expected}`"
+        rows.append(row(meaning, "all", ours, "", right == times, times, note))
+    total = times * len(ways)
+    ours = f"{right_in_all} of {total}"
+    what = "failure: right rank and class"
+    return [*rows, row(what, "all", ours, "", right_in_all == total, total)]
 
 
 def controls(times: int) -> list[Row]:
@@ -266,6 +362,31 @@ def healthy(seconds: float, minutes: float) -> list[Row]:
             not shown,
             total + 1,
             f"ten shapes, five jobs at a time on {os.cpu_count()} CPUs",
+        )
+    ]
+
+
+def computing(minutes: float, times: int, shapes: Sequence[str]) -> list[Row]:
+    """Run healthy jobs of these shapes, each so often for some minutes, one after the other."""
+    alarms = []
+    for shape in times * list(shapes):
+        found = alarms_of(shape, 60 * minutes)
+        print(f"{shape}: {found or 'no alarm'}", file=sys.stderr)
+        alarms += found
+    total = times * len(shapes)
+    hours = total * minutes / 60
+    # With no alarm in a time, the rate is below 3 in that time with a confidence of 95 %.
+    rate = f"{24 * max(3, len(alarms)) / hours:.0f} a day at most (95 %), in {hours:.1f} h"
+    return [
+        row(
+            f"alarms of any kind in {total} healthy jobs that use the CPU, each of {minutes:g} "
+            "minutes",
+            "0",
+            f"{len(alarms)}; {rate}",
+            "Lablup 0.84 a day; Greyhound 0 on its trace",
+            not alarms,
+            total,
+            f"{len(shapes)} shapes on {os.cpu_count()} CPUs",
         )
     ]
 
@@ -541,26 +662,39 @@ def main() -> None:
     parser.add_argument(
         "--write", action="store_true", help="put the table into docs/benchmarks.md"
     )
+    parts = ["hangs", "failures", "controls", "healthy", "computing", "slowness", "wrong"]
+    parts += ["spikes", "cost"]
+    parser.add_argument("--only", choices=parts)
     parser.add_argument(
-        "--only", choices=["hangs", "controls", "healthy", "slowness", "wrong", "spikes", "cost"]
+        "--ways", help="which ones, with --only hangs, failures, computing or slowness"
     )
-    parser.add_argument(
-        "--ways", default=",".join(SLOW), help="of getting slow; quota and link need root"
-    )
+    parser.add_argument("--times", type=int, help="how often each injection is made")
     parser.add_argument("--minutes", type=float, default=60.0, help="of the longest healthy job")
+    parser.add_argument("--each", type=float, default=5.0, help="minutes of each computing job")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     rows = []
+
+    def often(usually: int) -> int:
+        return args.times or (1 if args.quick else usually)
+
+    def ways(known: Iterable[str]) -> list[str]:
+        return args.ways.split(",") if args.ways else list(known)
+
     if args.only in (None, "hangs"):
-        rows += hangs(1 if args.quick else 4, args.seed)
+        rows += hangs(often(4), args.seed, ways(KINDS))
+    if args.only in (None, "failures"):
+        rows += failures(often(4), args.seed, ways(FAILURES))
     if args.only in (None, "controls"):
-        rows += controls(1 if args.quick else 5)
+        rows += controls(often(5))
     if args.only == "healthy" or (args.only is None and not args.quick):
         rows += healthy(180.0, args.minutes)
+    if args.only == "computing" or (args.only is None and not args.quick):
+        rows += computing(args.each, often(2), ways(WORK))
     if args.only in (None, "slowness"):
-        rows += slowness(1 if args.quick else 4, args.ways.split(","))
+        rows += slowness(often(4), ways(SLOW))
     if args.only in (None, "wrong"):
-        rows += wrong(1 if args.quick else 20, args.seed)
+        rows += wrong(often(20), args.seed)
     if args.only in (None, "spikes"):
         rows += spikes(20 if args.quick else 1000, args.seed)
     if args.only in (None, "cost"):

@@ -12,6 +12,7 @@ import secrets
 import signal
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from dlrover_agent import compiled_code, console
@@ -384,6 +385,7 @@ class Agent:
                 effects = self._core.handle(event, now)
                 if isinstance(event, WorkersGone):
                     self._record_round_end()
+                    self._end_last_look()
                     if self._saver.in_use:
                         # The memory does not change any more, and other nodes may wait for this.
                         self._master.urge()
@@ -403,12 +405,18 @@ class Agent:
         succeeded = self._core.phase is WorkerPhase.SUCCEEDED
         self._elastic_events.ended(failures, succeeded=succeeded)
 
+    def _end_last_look(self) -> None:
+        """Send what was seen of the workers before a fault has ended their round, if it was."""
+        if self._workers.assignment is not None:
+            failures = [death.failure for death in self._workers.deaths]
+            self._snapshots.round_over(self._workers.assignment, failures)
+
     def _perform(self, effect: Effect) -> None:
         """Carry out an effect of the core; starts and stops of workers are only begun here.
 
         A graceful stop asks the scripts that call ``should_stop()`` to end. They get the signal
         only shortly before the end of the grace period. A last step is granted only if the scripts
-        of all workers can save it.
+        of all workers can save it. Before any other stop, workers are looked at for a moment.
 
         A report waits up to ``REPORT_DELAY_S`` for a start that is under way. The first exit
         decides how the agent ends; later ones are only logged.
@@ -432,8 +440,14 @@ class Agent:
                 log.info("workers_stop", extra={"why": why, "grace_s": grace_s})
                 if not self._workers.starting:  # else no round has ended
                     self._restarts.broken(asyncio.get_running_loop().time())
-                self._workers.stop(grace_s, number, delayed=pollers)
+                stop = partial(self._workers.stop, grace_s, number, delayed=pollers)
+                if polite or number != signal.SIGTERM or self._workers.starting:
+                    self._snapshots.stop_now()
+                    stop()
+                else:  # a fault ends the round
+                    self._snapshots.look_before(stop)
             case Kill():
+                self._snapshots.stop_now()
                 self._workers.kill()
             case Report() if self._workers.starting:  # the report includes their process ids
                 if self._delayed_report is None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dlrover_agent import tcp_links
+from dlrover_agent import network_counters, tcp_links
 from dlrover_agent.devices import DeviceMeter
 from dlrover_py.process import cgroups
 from dlrover_py.process.blocking import BackgroundThread
@@ -19,6 +19,9 @@ PERIOD_S = 10.0
 LEAST_CHANGE = 0.05
 """Least change that is reported: of a share, of the used memory as a share of its limit, and of the
 CPUs as a share of those in use. A report that changes all the time says no more."""
+LEAST_RESENT = 0.005
+"""Least change of the share of TCP segments sent again that is reported. Networks in good health
+send less than a thousandth again."""
 LEAST_SPEEDUP = 0.5
 """Least change of the speed of links that is reported, as a share of the new speed. It matters only
 if a link is much slower than others."""
@@ -43,6 +46,8 @@ class _Reading:
     """TCP connections of the workers."""
     clocks: float
     """Share of the GPUs whose clocks are slowed."""
+    network: network_counters.NetworkCounters
+    """Errors of the network."""
 
 
 def _load(last: _Reading, new: _Reading) -> NodeLoad:
@@ -58,6 +63,9 @@ def _load(last: _Reading, new: _Reading) -> NodeLoad:
     load = NodeLoad(**rounded)
     if load.sending:
         load = load.model_copy(update={"peer": peer, "link_bytes_s": int(float(f"{speed:.1e}"))})
+    resent, errors = new.network.since(last.network, seconds)
+    update = {"resent": round(resent, 3), "network_errors": float(f"{errors:.1e}")}
+    load = load.model_copy(update=update)
     if new.usage is None:
         return load
     cpu_us = new.usage.cpu_us - (last.usage.cpu_us if last.usage is not None else new.usage.cpu_us)
@@ -79,6 +87,8 @@ def _differs(new: NodeLoad, reported: NodeLoad) -> bool:
         "memory_bytes": max(1.0, LEAST_CHANGE * new.memory_limit),
         "memory_limit": 1.0,
         "cores": LEAST_CHANGE * max(1.0, new.cores),
+        "resent": LEAST_RESENT,
+        "network_errors": max(1.0, 0.5 * new.network_errors),
         # The speed in a short wait says little.
         "link_bytes_s": max(1.0, LEAST_SPEEDUP * new.link_bytes_s)
         if new.sending >= LEAST_CHANGE
@@ -105,6 +115,7 @@ class LoadMeter:
             tcp_links.connections
         ),
         pressure: Path = PRESSURE,
+        network: Callable[[], network_counters.NetworkCounters] = network_counters.read,
     ) -> None:
         """Read nothing yet.
 
@@ -115,13 +126,14 @@ class LoadMeter:
             usage: Returns what the container uses; None without a limit.
             links: Returns the TCP connections of processes, by their inode.
             pressure: Folder with the files ``cpu``, ``io`` and ``memory`` of the kernel.
+            network: Returns the errors of the network.
         """
         self.devices = devices
         """What the GPUs of this node report."""
         self.newest: NodeLoad | None = None
         """The load that is reported; None before the second reading."""
         self._clock, self._periods, self._usage = clock, periods, usage
-        self._links, self._pressure = links, pressure
+        self._links, self._pressure, self._network = links, pressure, network
         self._thread = BackgroundThread("load")
         self._asked_at: float | None = None
         self._last: _Reading | None = None
@@ -155,6 +167,7 @@ class LoadMeter:
             self._usage(),
             self._links(pids),
             self.devices.slowed,
+            self._network(),
         )
         last, self._last = self._last, new
         if last is None or new.at <= last.at:

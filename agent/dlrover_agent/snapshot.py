@@ -1,4 +1,4 @@
-"""What the workers of this node do: taken when the master asks, without a wait for any of them.
+"""What the workers of this node do: taken when the master asks, and before a fault ends a round.
 
 A worker's probe answers even while its script hangs. A worker that does not answer (a signal has
 stopped it, it keeps Python's lock, or it has no probe) is read from outside by ``py-spy``, which
@@ -25,9 +25,12 @@ from dlrover_py.pacing import Backoff
 from dlrover_py.process.blocking import BackgroundThread, OverdueError
 from dlrover_py.process.identity import ProcessId, children
 from dlrover_py.protocol import json_text
-from dlrover_py.protocol.agents import Assignment, Directive
+from dlrover_py.protocol.agents import Assignment, Directive, WorkerFailure
 from dlrover_py.protocol.diagnosis import (
+    LAST_LOOK_NODES,
     MAX_FRAMES,
+    MAX_LAST_BYTES,
+    MAX_LINES,
     MAX_THREADS,
     NodeSnapshot,
     ThreadStack,
@@ -44,6 +47,11 @@ SAMPLE_S = 1.0
 """Seconds over which the CPU time of the workers is measured."""
 PY_SPY_S = 4.0
 """Seconds for all calls of py-spy on this node."""
+LAST_LOOK_S = 0.03
+"""Seconds that all probes have to answer before the workers of a round that a fault ends are
+stopped. The next round starts that much later at most."""
+LAST_SEND_S = 1.0
+"""Seconds that an agent which ends waits for the end of a transfer to the master."""
 FILES_S = 2.0
 """Seconds for the files in /proc."""
 SEND_TRIES = 4
@@ -78,8 +86,16 @@ class LookedAt(Protocol):
         """Its process; None if it has ended, or has no process yet."""
 
     @property
+    def pid(self) -> int:
+        """Its process id, also after its end; 0 before its start."""
+
+    @property
     def not_started(self) -> bool:
         """Whether it has no process yet."""
+
+    @property
+    def last_lines(self) -> str:
+        """The end of its standard error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +172,13 @@ class SnapshotTaker:
         self._workers = workers
         self._taken = 0
         self._task: asyncio.Task[None] | None = None
+        self._answers: dict[int, dict[str, Any]] | None = None
+        """Answers of the last look at the round, by local rank; None if there was none."""
+        self._stop: Callable[[], None] | None = None
+        """Function that stops the workers once the last look is over; None if none waits."""
+        self._looking: asyncio.Task[None] | None = None
+        """The task of the last look; the transfer of what it has seen."""
+        self._sending: asyncio.Task[None] | None = None
         self._thread = BackgroundThread("snapshot")
 
     def assigned(self, assignment: Assignment) -> None:
@@ -169,22 +192,94 @@ class SnapshotTaker:
         self._task = asyncio.create_task(self._take(assignment))
 
     async def close(self) -> None:
-        """Give up the snapshot that is under way, and stop listening."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        """Give up the snapshot that is under way, and stop listening.
+
+        A transfer of a last look has ``LAST_SEND_S`` to end.
+        """
+        if self._sending is not None:
+            await asyncio.wait({self._sending}, timeout=LAST_SEND_S)
+        tasks = [t for t in (self._task, self._looking, self._sending) if t is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self.probes.close()
+
+    # --- The last look at a round that a fault ends ---
+
+    def look_before(self, stop: Callable[[], None]) -> None:
+        """Ask all workers what they do, then call a function that stops them.
+
+        It is called after ``LAST_LOOK_S`` at the latest, or with :meth:`stop_now`. Workers that
+        have ended are not waited for.
+
+        Args:
+            stop: The function.
+        """
+        self.stop_now()
+        self._answers, self._stop = {}, stop
+        ranks = [rank for rank, w in enumerate(self._workers()) if w.process is not None]
+        if not ranks:
+            self.stop_now()
+            return
+        self._looking = asyncio.create_task(self._look_before_stop(ranks, self._answers))
+
+    async def _look_before_stop(self, ranks: Sequence[int], answers: dict[int, Any]) -> None:
+        """Ask these workers; each has ``LAST_LOOK_S``."""
+        found = await asyncio.gather(*(self._ask(rank, LAST_LOOK_S) for rank in ranks))
+        answers.update(zip(ranks, found, strict=True))
+        self.stop_now()
+
+    def stop_now(self) -> None:
+        """Stop the workers that a last look keeps waiting, if there are any."""
+        stop, self._stop = self._stop, None
+        if stop is not None:
+            stop()
+
+    def round_over(self, assignment: Assignment, failures: Sequence[WorkerFailure]) -> None:
+        """Begin to send the last look at a round; do nothing if there was none.
+
+        The first nodes of the round send it, and those on which a worker has failed.
+
+        Args:
+            assignment: The node's place in the round.
+            failures: Failures of its workers.
+        """
+        answers, self._answers, self._stop = self._answers, None, None
+        far = assignment.node_rank >= LAST_LOOK_NODES and not failures
+        if answers is None or assignment.directive is not Directive.RUN or far:
+            return
+        failed = {failure.local_rank: failure for failure in failures}
+        workers = []
+        for local_rank, worker in enumerate(self._workers()):
+            fields = {"recorded": False, **answers.get(local_rank, {"recorded": True})}
+            fields |= {"rank": assignment.rank_offset + local_rank, "local_rank": local_rank}
+            # A process that has answered was alive; its state and CPU time were not read.
+            fields["pid"] = worker.pid if local_rank in answers else 0
+            fields["output"] = worker.last_lines.splitlines()[-MAX_LINES:]
+            seen = _checked(fields)
+            workers.append(seen.model_copy(update={"failure": failed.get(local_rank)}))
+        look = self._snapshot(0, assignment.round, workers)
+        self._sending = asyncio.create_task(self._send(look.fitted(MAX_LAST_BYTES)))
+
+    # --- Snapshots for the master ---
 
     async def _take(self, assignment: Assignment) -> None:
         """Take a snapshot and send it. A failure is only logged."""
         workers = await self.look(assignment.rank_offset)
-        snapshot = NodeSnapshot(
-            boot_id=self._boot_id,
-            number=assignment.snapshot,
-            round=assignment.round,
-            workers=workers,
+        snapshot = self._snapshot(assignment.snapshot, assignment.round, workers)
+        await self._send(snapshot.fitted())
+
+    def _snapshot(
+        self, number: int, round_number: int, workers: list[WorkerSnapshot]
+    ) -> NodeSnapshot:
+        """Return the snapshot of this node."""
+        return NodeSnapshot(
+            boot_id=self._boot_id, number=number, round=round_number, workers=workers
         )
-        body = snapshot.fitted().model_dump_json(exclude_defaults=True).encode()
+
+    async def _send(self, snapshot: NodeSnapshot) -> None:
+        """Send a snapshot to the master. A failure is only logged."""
+        body = snapshot.model_dump_json(exclude_defaults=True).encode()
         for tries in range(SEND_TRIES):
             try:
                 await self._master.send_snapshot(body)
@@ -195,7 +290,7 @@ class SnapshotTaker:
                 log.warning("snapshot_refused", extra={"why": str(error)})
                 return
             await asyncio.sleep(RETRY.delay_s(tries))
-        log.warning("snapshot_not_sent", extra={"number": assignment.snapshot})
+        log.warning("snapshot_not_sent", extra={"number": snapshot.number})
 
     async def look(self, rank_offset: int) -> list[WorkerSnapshot]:
         """Return what each worker does now; it takes ``SAMPLE_S`` and some seconds at most.
@@ -262,9 +357,9 @@ class SnapshotTaker:
             found.append(_checked(fields))
         return found
 
-    async def _ask(self, local_rank: int) -> dict[str, Any]:
+    async def _ask(self, local_rank: int, within_s: float = ANSWER_S) -> dict[str, Any]:
         """Return the answer of a worker's probe; without one, a remark says so."""
-        line = await self.probes.ask(local_rank, ANSWER_S)
+        line = await self.probes.ask(local_rank, within_s)
         if line is None:
             return {"remarks": ["its probe does not answer"]}
         try:

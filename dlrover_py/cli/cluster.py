@@ -1,6 +1,7 @@
 """Jobs of a Kubernetes cluster, read and changed through its API server alone."""
 
 import asyncio
+import base64
 import contextlib
 import json
 import logging
@@ -29,9 +30,10 @@ from dlrover_py.kubernetes.errors import (
     ThrottledError,
     UnauthenticatedError,
 )
-from dlrover_py.kubernetes.kinds import ELASTICJOBS, EVENTS, PODS, Kind, Obj
+from dlrover_py.kubernetes.kinds import ELASTICJOBS, EVENTS, PODS, SECRETS, Kind, Obj
 from dlrover_py.kubernetes.watch import Changed, ClientTimes, Gone, Listed
 from dlrover_py.protocol import names
+from dlrover_py.protocol.bundles import Bundle, unpacked
 from dlrover_py.protocol.diagnosis import NodeSnapshot
 from dlrover_py.protocol.errors import (
     ConfigError,
@@ -660,7 +662,13 @@ class ClusterJob:
         raise ConfigError(f"{self.name} has no Pod {name}: expected a server of `dlrover ps map`")
 
     def evidence(self) -> list[EvidenceManifest]:
-        """Return the newest snapshot as a bundle; empty if none was taken."""
+        """Return the bundles in the job's Secret, the oldest first.
+
+        If there are none, or the user may not read the Secret, it is the newest snapshot of the
+        status; empty if none was taken.
+        """
+        if bundles := self._bundles():
+            return [one.manifest.model_copy(update={"folder": key}) for key, one in bundles]
         status = self.load_view().status
         kept = None if status is None else status.diagnosis
         if status is None or kept is None:
@@ -678,7 +686,30 @@ class ClusterJob:
         ]
 
     def node_snapshot(self, node: str) -> NodeSnapshot | None:
-        """Return None: the bundles are in the master's Pod."""
+        """Return a node's part of the newest bundle that has one; None if there is none."""
+        parts = [one.nodes[node] for _, one in self._bundles() if node in one.nodes]
+        return parts[-1] if parts else None
+
+    def _bundles(self) -> list[tuple[str, Bundle]]:
+        """Return the bundles of evidence with their keys in the Secret, the oldest first.
+
+        It is empty if there is no such Secret of this job, or the user may not read it. Damaged
+        bundles are left out.
+        """
+        name = names.evidence_of(self.name)
+        secret = self._cluster.run(self._secret(name))
+        if secret is None or not _is_owned(secret, self.obj["metadata"]["uid"]):
+            return []
+        found = []
+        for key, content in sorted((secret.get("data") or {}).items()):
+            with contextlib.suppress(ValueError):
+                found.append((f"{name}/{key}", unpacked(base64.b64decode(content))))
+        return found
+
+    async def _secret(self, name: str) -> Obj | None:
+        """Return a Secret; None if there is none, or the user may not read it."""
+        with contextlib.suppress(ForbiddenError, NotFoundError):
+            return await self._kube.get(SECRETS, name, self.namespace)
         return None
 
     def tune(

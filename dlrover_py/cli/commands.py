@@ -1182,7 +1182,7 @@ def stacks(name: str | None, as_json: bool, target: Target) -> None:
 @as_json
 @target_options
 def evidence(name: str | None, as_json: bool, target: Target) -> None:
-    """List the bundles of evidence that were kept: one for each snapshot of all ranks.
+    """List the bundles of evidence that were kept: hangs, failures, slow steps, wrong values.
 
     \f
 
@@ -1201,10 +1201,11 @@ def evidence(name: str | None, as_json: bool, target: Target) -> None:
         click.echo(json.dumps(documents))
         return
     if not bundles:
-        click.echo("no evidence was kept: no snapshot was taken", err=True)
+        click.echo("no evidence was kept: nothing has happened, and nobody has asked", err=True)
     for bundle in bundles:
         what = bundle.verdict.message if bundle.verdict is not None else bundle.reason
-        click.echo(view.plain(f"{view.clock(bundle.at)} round {bundle.round}: {what}"))
+        at = f"{view.clock(bundle.at)} round {bundle.round}"
+        click.echo(view.plain(f"{at}, {bundle.kind}: {what}"))
         if bundle.folder:
             click.echo(view.plain(f"  {bundle.folder}"))
 

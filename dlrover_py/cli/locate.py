@@ -51,7 +51,8 @@ class JobHandle(Protocol):
     def evidence(self) -> list[EvidenceManifest]:
         """Return the bundles of evidence, the oldest first.
 
-        In a cluster it is the newest snapshot only, as its master publishes it.
+        In a cluster, without the right to read the job's Secret, it is the newest snapshot only,
+        as its master publishes it.
 
         Raises:
             ConfigError: the last status of an ended job is missing or damaged.
@@ -60,8 +61,6 @@ class JobHandle(Protocol):
 
     def node_snapshot(self, node: str) -> NodeSnapshot | None:
         """Return the stacks of a node from the newest bundle of evidence that has them.
-
-        In a cluster they are not known here.
 
         Raises:
             DLRoverError: the job does not answer.

@@ -20,6 +20,7 @@ from dlrover_py.master.app import (
     read_certificate,
     serve,
 )
+from dlrover_py.master.evidence import BundleFolder, BundlePlace
 from dlrover_py.master.journal_store import FileJournalStore, JournalStore, SecretJournalStore
 from dlrover_py.master.loop import Clock
 from dlrover_py.master.platform import Platform
@@ -32,7 +33,13 @@ from dlrover_py.protocol import json_text
 from dlrover_py.protocol.errors import ConfigError, DLRoverError
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.local import MasterPorts
-from dlrover_py.protocol.names import JOURNAL_FILE, PS_MAP_FILE, journal_of, servers_of
+from dlrover_py.protocol.names import (
+    JOURNAL_FILE,
+    PS_MAP_FILE,
+    evidence_of,
+    journal_of,
+    servers_of,
+)
 from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.telemetry import setup
 
@@ -128,6 +135,7 @@ async def _run(
         platform: Platform
         store: JournalStore
         clock, servers = Clock(), None
+        evidence: BundlePlace | None = None
         if args.kubernetes:
             # Imported here: a job on one machine starts a fifth of a second earlier without them.
             from dlrover_py.kubernetes.client import KubeClient
@@ -152,6 +160,9 @@ async def _run(
                 pod=own.pod_name,
                 pod_uid=own.pod_uid,
             )
+            from dlrover_py.master.evidence_secret import BundleSecret
+
+            evidence = BundleSecret(kube, namespace, evidence_of(name), job_uid=own.job_uid)
             if args.ps_listen is not None:
                 from dlrover_py.master.map_secret import SecretMapStore
 
@@ -163,6 +174,7 @@ async def _run(
             if args.state_dir is None:
                 raise ConfigError("--state-dir is needed: a folder for the journal")
             store = FileJournalStore(args.state_dir / JOURNAL_FILE)
+            evidence = None if args.temporary else BundleFolder(args.state_dir)
             if args.ps_fd is not None:
                 from dlrover_py.ps.map_store import MapFile
 
@@ -183,7 +195,7 @@ async def _run(
             clock=clock,
             tls=tls,
             lifeline=args.lifeline_fd,
-            evidence_dir=None if args.temporary else args.state_dir,
+            evidence=evidence,
             certificate_ends=certificate_ends,
             servers=servers,
         )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from dlrover_py.master.evidence import EvidenceStore
+from dlrover_py.master.evidence import BundlePlace, EvidenceStore
 from dlrover_py.master.exchange import Exchanges, server
 from dlrover_py.master.journal_store import JournalStore
 from dlrover_py.master.loop import Clock, Loop
@@ -60,7 +60,7 @@ async def serve(
     clock: Clock,
     tls: ssl.SSLContext | None = None,
     lifeline: int | None = None,
-    evidence_dir: Path | None = None,
+    evidence: BundlePlace | None = None,
     certificate_ends: float | None = None,
     servers: ServerMap | None = None,
 ) -> None:
@@ -82,7 +82,7 @@ async def serve(
         tls: TLS settings for agents; None for plain HTTP.
         lifeline: Descriptor of a pipe. The master ends when the other end is closed. None if the
             master does not depend on another process.
-        evidence_dir: Folder for bundles of evidence; None keeps none.
+        evidence: Place for bundles of evidence; None keeps none.
         certificate_ends: End of the certificate of ``tls``, in Unix seconds; None if not known.
         servers: Owner of the map of the job's parameter server; None if no server can be run.
 
@@ -107,7 +107,7 @@ async def serve(
         rules,
         clock=clock,
         publish_s=settings.publish_s,
-        evidence=EvidenceStore(evidence_dir),
+        evidence=EvidenceStore(evidence),
         servers=servers,
         traces=None if exporter is None else RecoveryTimes(exporter.send),
     )

@@ -1,4 +1,4 @@
-"""Bundles of evidence in the job's directory: one folder for each snapshot, bounded in all."""
+"""Keeps bundles of evidence: one for each event, bounded in all."""
 
 import asyncio
 import contextlib
@@ -7,10 +7,13 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from dlrover_py.master.core.events import EvidenceKept, KeepEvidence
 from dlrover_py.process.blocking import BackgroundThread
+from dlrover_py.protocol.bundles import folder_name
 from dlrover_py.protocol.diagnosis import NodeSnapshot
+from dlrover_py.protocol.errors import DLRoverError
 from dlrover_py.protocol.names import EVIDENCE_FOLDER, MANIFEST_FILE, NodeId
 from dlrover_py.protocol.status import EvidenceManifest
 
@@ -19,48 +22,79 @@ log = logging.getLogger("master.evidence")
 MAX_BUNDLES = 20
 """Most bundles of a job; the oldest ones are removed."""
 MAX_BUNDLE_BYTES = 16 << 20
-"""Greatest size of a bundle. Nodes beyond it are left out: the lines of the manifest have all."""
+"""Greatest size of a bundle in a folder. Nodes beyond it are left out: the lines of the manifest
+have all."""
 WRITE_S = 30.0
 """Seconds after which a bundle that is not written is given up; its disk hangs."""
 
 
-class EvidenceStore:
-    """Writes bundles in a thread, because the disk may hang."""
+class BundlePlace(Protocol):
+    """A place for bundles."""
 
-    def __init__(self, state_dir: Path | None) -> None:
+    async def keep(self, evidence: KeepEvidence) -> str:
+        """Keep a bundle, and remove the oldest ones; return where it is.
+
+        Raises:
+            OSError: The disk is full, hangs, or cannot be written to.
+            DLRoverError: The API server refuses it, or does not answer.
+        """
+
+
+class BundleFolder:
+    """Bundles in the job's directory: one folder for each."""
+
+    def __init__(self, state_dir: Path) -> None:
         """Write nothing yet.
 
         Args:
-            state_dir: The job's directory; None keeps no bundles.
+            state_dir: The job's directory.
         """
-        self._root = None if state_dir is None else state_dir / EVIDENCE_FOLDER
+        self._root = state_dir / EVIDENCE_FOLDER
         self._thread = BackgroundThread("evidence")
+
+    async def keep(self, evidence: KeepEvidence) -> str:
+        """Write a bundle in a thread, because the disk may hang. See :class:`BundlePlace`."""
+        manifest, nodes = evidence.manifest, evidence.nodes
+        return str(await self._thread.run(lambda: _write(self._root, manifest, nodes), WRITE_S))
+
+
+class EvidenceStore:
+    """Keeps bundles one after the other, while the job goes on."""
+
+    def __init__(self, place: BundlePlace | None) -> None:
+        """Keep nothing yet.
+
+        Args:
+            place: The place for the bundles; None keeps none.
+        """
+        self._place = place
+        self._lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def keep(self, evidence: KeepEvidence, done: Callable[[EvidenceKept], None]) -> None:
-        """Begin to write a bundle. Without a directory, nothing happens.
+        """Begin to keep a bundle. Without a place, nothing happens.
 
         Args:
             evidence: The evidence.
             done: Called in the event loop once the bundle is there. A failure is only logged.
         """
-        if self._root is None:
+        if self._place is None:
             return
-        task = asyncio.create_task(self._keep(self._root, evidence, done))
+        task = asyncio.create_task(self._keep(self._place, evidence, done))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _keep(
-        self, root: Path, evidence: KeepEvidence, done: Callable[[EvidenceKept], None]
+        self, place: BundlePlace, evidence: KeepEvidence, done: Callable[[EvidenceKept], None]
     ) -> None:
-        """Write a bundle in the thread."""
-        manifest = evidence.manifest
+        """Keep a bundle, once the earlier ones are kept."""
         try:
-            folder = await self._thread.run(lambda: _write(root, manifest, evidence.nodes), WRITE_S)
-        except OSError as error:  # also OverdueError
+            async with self._lock:
+                where = await place.keep(evidence)
+        except (OSError, DLRoverError) as error:  # also OverdueError
             log.warning("evidence_not_kept", extra={"why": str(error)})
             return
-        done(EvidenceKept(manifest.number, str(folder)))
+        done(EvidenceKept(evidence.manifest.number, where))
 
 
 def _write(
@@ -76,8 +110,7 @@ def _write(
     Raises:
         OSError: The disk is full, or the folder cannot be written to.
     """
-    kind = manifest.verdict.kind.value if manifest.verdict is not None else "snapshot"
-    folder = root / f"{manifest.number:06d}-{kind}"
+    folder = root / folder_name(manifest)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700, parents=True)
     kept, size = [], 0

@@ -33,6 +33,7 @@ from dlrover_py.master.core.events import (
     ServersPresent,
     ShardsAnswer,
     ShardsAsked,
+    Slept,
     Stalled,
     TablesReported,
 )
@@ -69,6 +70,8 @@ REST_S = 5.0
 standstill of the master."""
 STALL_S = 0.25
 """A turn that is later than this many seconds means that the master itself stood still."""
+SLEEP_S = 1.0
+"""Least seconds of a sleep of the machine that counts."""
 STORM_SAVE_S = 0.01
 """If a write of the journal takes longer than this many seconds, turns are spaced out."""
 GATHER_S = 0.1
@@ -83,6 +86,10 @@ class Clock:
 
     now: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time  # noqa: TID251 - the one wall clock of the master
+    slept: Callable[[], float] = lambda: (
+        time.clock_gettime(time.CLOCK_BOOTTIME) - time.clock_gettime(time.CLOCK_MONOTONIC)
+    )
+    """Returns the seconds that this machine has slept since its start."""
 
 
 @dataclass(slots=True)
@@ -526,9 +533,9 @@ class Loop:
         """Repeat turns: wait, collect events, let the job decide, and carry out the result.
 
         A turn begins when there is an event or the job wants one, and at least every ``REST_S``. If
-        a turn is late, the job learns of the standstill.
+        a turn is late, the job learns of the standstill. It also learns of sleeps of the machine.
         """
-        wake_at = self._clock.now()
+        wake_at, slept_s = self._clock.now(), self._clock.slept()
         while True:
             wake_at = min(wake_at, self._clock.now() + REST_S)
             await self._rest(wake_at)
@@ -536,6 +543,10 @@ class Loop:
             now = self._clock.now()
             self._turned_at = now
             events: list[Event] = []
+            if (slept := self._clock.slept()) - slept_s >= SLEEP_S:
+                events.append(Slept(slept - slept_s))
+                log.info("machine_slept", extra={"seconds": round(slept - slept_s, 3)})
+                slept_s = slept
             if now - wake_at > STALL_S:
                 events.append(Stalled(now - wake_at))
                 log.warning("master_stalled", extra={"seconds": round(now - wake_at, 3)})

@@ -507,6 +507,10 @@ class NodeLoad(Wire):
     link_bytes_s: Count = 0
     """How fast the links of the node are: the bytes that all TCP connections of the workers have
     sent, for each second in which the busiest one waited for the network. 0 if none waited."""
+    resent: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the TCP segments of its network namespace that were sent again."""
+    network_errors: Annotated[float, Field(ge=0)] = 0.0
+    """Packets that its network interfaces have lost or found damaged, a second."""
 
 
 class LogFinding(Wire):

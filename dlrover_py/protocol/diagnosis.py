@@ -1,7 +1,9 @@
 """What is known of a job that stands still: snapshots of its workers, verdicts, and bundles.
 
-The master asks for a snapshot with the next assignment (``Assignment.snapshot``). Each agent of the
-round answers with one :class:`NodeSnapshot`. A verdict is made from all of them.
+The master asks for a snapshot with the next assignment (``Assignment.snapshot``). Each agent of
+the round answers with one :class:`NodeSnapshot`. A verdict is made from all of them. Agents of the
+first nodes, and those on which a worker has failed, also send one at the end of a round that a
+fault ends.
 """
 
 from enum import StrEnum
@@ -9,7 +11,16 @@ from typing import Annotated
 
 from pydantic import Field, StringConstraints
 
-from dlrover_py.protocol.agents import BootId, Count, Counted, StatusMessage, Wire, Words, cut
+from dlrover_py.protocol.agents import (
+    BootId,
+    Count,
+    Counted,
+    StatusMessage,
+    Wire,
+    Words,
+    WorkerFailure,
+    cut,
+)
 
 MAX_FRAMES = 48
 """Most frames of a stack, the innermost ones."""
@@ -19,6 +30,13 @@ MAX_COLLECTIVES = 64
 """Most collectives of a worker, the newest ones of each group."""
 MAX_SNAPSHOT_BYTES = 200_000
 """Greatest size of a node's snapshot, in bytes of JSON."""
+MAX_LAST_BYTES = 64_000
+"""The same for a snapshot at the end of a round: many nodes send it while the next round starts."""
+MAX_LINES = 40
+"""Most lines of a worker's output, the last ones."""
+LAST_LOOK_NODES = 16
+"""Nodes of a round, the first ones, that send a snapshot at its end though no worker has failed
+there. All ranks of a job do the same, and the master must not be busy with their stacks then."""
 
 Short = Annotated[str, StringConstraints(max_length=256), cut(256)]
 """Text of a worker, which is cut and never refused."""
@@ -97,6 +115,10 @@ class WorkerSnapshot(Wire):
     """Whether ``collectives`` could be read. If not, nothing is known of them."""
     remarks: list[Short] = Field(default_factory=list, max_length=8)
     """What could not be read, and why."""
+    failure: WorkerFailure | None = None
+    """How it has failed; absent if it has not. Only at the end of a round."""
+    output: list[Short] = Field(default_factory=list, max_length=MAX_LINES)
+    """The last lines of its standard error. Only at the end of a round."""
 
     @property
     def ended(self) -> bool:
@@ -110,14 +132,15 @@ class NodeSnapshot(Wire):
     boot_id: BootId
     """The agent process."""
     number: Count
-    """Number of the snapshot, from the assignment."""
+    """Number of the snapshot, from the assignment; 0 at the end of a round that a fault ends."""
     round: Count
     """The round of the workers."""
     workers: list[WorkerSnapshot] = Field(default_factory=list, max_length=1024)
     """The workers."""
 
     def fitted(self, max_bytes: int = MAX_SNAPSHOT_BYTES) -> "NodeSnapshot":
-        """Return this snapshot within a size: other threads go first, then outer frames."""
+        """Return this snapshot within a size: other threads go first, then outer frames and old
+        lines, then tracebacks."""
         found = self
         for threads, frames, collectives in ((0, 24, 16), (0, 8, 4), (0, 3, 2), (0, 0, 1)):
             if len(found.model_dump_json().encode()) <= max_bytes:
@@ -129,12 +152,28 @@ class NodeSnapshot(Wire):
                         "stack": w.stack[:frames],
                         "kernel": [],
                         "collectives": w.collectives[-collectives:],
+                        "output": w.output[-frames:] if frames else [],
+                        "failure": w.failure if frames else _without_traceback(w.failure),
                     }
                 )
                 for w in self.workers
             ]
             found = self.model_copy(update={"workers": workers})
         return found
+
+
+def _without_traceback(failure: WorkerFailure | None) -> WorkerFailure | None:
+    return None if failure is None else failure.model_copy(update={"traceback": ""})
+
+
+class EvidenceKind(StrEnum):
+    """The event to which a bundle of evidence belongs."""
+
+    HANG = "hang"  # the job may stand still
+    REQUEST = "request"  # a user has asked for it
+    SLOW = "slow"  # steps have become slower
+    WRONG = "wrong"  # values are wrong
+    FAILURE = "failure"  # a worker has failed, or was made to fail by a verdict
 
 
 class HangKind(StrEnum):

@@ -286,6 +286,11 @@ def servers_of(job: str) -> str:
     return f"elasticjob-{job}-servers"
 
 
+def evidence_of(job: str) -> str:
+    """Return the name of the Secret in which the master keeps bundles of evidence."""
+    return f"elasticjob-{job}-evidence"
+
+
 def pod_of(job: str, node: NodeId) -> str:
     """Return the name of a node's Pod."""
     return f"{job}-{node}"

@@ -28,7 +28,7 @@ from pydantic.alias_generators import to_camel
 
 from dlrover_py.protocol.agents import Count, Progress, Words, WorkerFailure, WorkerPhase
 from dlrover_py.protocol.autoscale import NodeAllocation
-from dlrover_py.protocol.diagnosis import HangVerdict
+from dlrover_py.protocol.diagnosis import EvidenceKind, HangVerdict
 from dlrover_py.protocol.hosts import BadHosts, HostFaultKind
 from dlrover_py.protocol.words import byte_size
 
@@ -229,6 +229,10 @@ class NodeStatus(_StatusModel):
     """Memory that its processes use, in bytes."""
     memory_limit: int = 0
     """The memory limit of its container in bytes; 0 if what it uses is not known."""
+    resent: float = 0.0
+    """Share of its TCP segments that were sent again."""
+    network_errors: float = 0.0
+    """Packets a second that its network interfaces have lost or found damaged."""
     cores: float = 0.0
     """Number of CPUs that its processes use."""
     restarts: int = 0
@@ -244,6 +248,13 @@ class NodeStatus(_StatusModel):
         if not self.memory_limit:
             return ""
         return f"{byte_size(self.memory_bytes)} of {byte_size(self.memory_limit)}"
+
+    @property
+    def network_words(self) -> str:
+        """What its network loses, such as ``2.5 % resent, 12 lost/s``; empty if that is usual."""
+        words = [f"{100 * self.resent:.1f} % resent"] if self.resent >= 0.01 else []
+        words += [f"{self.network_errors:.3g} lost/s"] if self.network_errors >= 1.0 else []
+        return ", ".join(words)
 
     @property
     def cores_words(self) -> str:
@@ -420,7 +431,9 @@ class EvidenceManifest(_StatusModel):
     format: Count = 1
     """Version of the bundle."""
     number: Count
-    """Number of the snapshot."""
+    """Number of the bundle."""
+    kind: EvidenceKind = EvidenceKind.HANG
+    """The event to which it belongs."""
     at: WallTime
     """When it was complete."""
     round: Count
@@ -428,9 +441,13 @@ class EvidenceManifest(_StatusModel):
     step: Count | None = None
     """Newest step that was reported."""
     reason: Words
-    """Why the snapshot was taken."""
+    """Why the snapshot was taken: what has happened, or who has asked."""
     verdict: HangVerdict | None = None
     """Why the job stands still; absent if it does not."""
+    failure: Failure | None = None
+    """The failure that ended the round; absent for another event."""
+    facts: list[Words] = Field(default_factory=list, max_length=64)
+    """What was measured, in words: of a slow job, what each node spends in a step."""
     nodes: list[Words] = Field(default_factory=list, max_length=65_536)
     """Nodes of the snapshot, each with a file ``NODE.json``."""
     missing: list[Words] = Field(default_factory=list, max_length=65_536)
@@ -497,7 +514,8 @@ class TimeBucket(StrEnum):
     STANDSTILL = "standstill"
     """A hang that was found: from its last step on."""
     SUSPENDED = "suspended"
-    """The job was suspended. This does not count for the share."""
+    """The job was suspended, or the machine of its master slept. This does not count for the
+    share."""
 
 
 class GoodputCeiling(_StatusModel):

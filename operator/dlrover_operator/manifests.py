@@ -81,8 +81,8 @@ class MasterCredentials:
 def role(job: ElasticJob) -> Obj:
     """Return the Role of a master: access to Pods of its namespace, its journal and its job.
 
-    The master may also create events. Of the Secrets it may read and change only its journal, and
-    the map of the job's servers.
+    The master may also create events. Of the Secrets it may read and change only its journal, its
+    bundles of evidence, and the map of the job's servers.
     """
     name = job.metadata.name
 
@@ -91,7 +91,8 @@ def role(job: ElasticJob) -> Obj:
         rule: Obj = {"apiGroups": [group], "resources": resources, "verbs": verbs}
         return rule | ({"resourceNames": list(only)} if only else {})
 
-    own = [names.journal_of(name), *([names.servers_of(name)] if job.servers is not None else [])]
+    own = [names.journal_of(name), names.evidence_of(name)]
+    own += [names.servers_of(name)] if job.servers is not None else []
 
     jobs = names.PLURAL
     rules = [
@@ -218,6 +219,11 @@ def token_secret(job: ElasticJob, token: bytes, ca: bytes) -> Obj:
 def journal_secret(job: ElasticJob) -> Obj:
     """Return an empty Secret for the journal, which only the master writes."""
     return {"metadata": _meta(job, names.journal_of(job.metadata.name)), "type": "Opaque"}
+
+
+def evidence_secret(job: ElasticJob) -> Obj:
+    """Return an empty Secret for bundles of evidence, which only the master writes."""
+    return {"metadata": _meta(job, names.evidence_of(job.metadata.name)), "type": "Opaque"}
 
 
 def servers_secret(job: ElasticJob) -> Obj:

@@ -375,7 +375,9 @@ class _Planner:
                 yield self._replace_deployment(deployment, desired)
         elif facts.has_passed(facts.seen.rights_checked_at + self._timing.rights_interval_s):
             yield from _rights(job)
-            if job.servers is not None:  # its master cannot create it, and waits for it
+            # Masters cannot create them. A job of an earlier operator has no Secret for evidence.
+            yield Create("Secret", manifests.evidence_secret(job))
+            if job.servers is not None:
                 yield Create("Secret", manifests.servers_secret(job))
 
     def _master_cannot_start(self) -> bool:
@@ -407,6 +409,7 @@ class _Planner:
         if self._options.workers_policy:
             yield Create("NetworkPolicy", manifests.workers_network_policy(job))
         yield Create("Secret", manifests.journal_secret(job))
+        yield Create("Secret", manifests.evidence_secret(job))
         if job.servers is not None:
             yield Create("Secret", manifests.servers_secret(job))
 

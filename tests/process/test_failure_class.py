@@ -1,7 +1,17 @@
-"""The class of a failure, from a worker's end to what users read."""
+"""The class of a failure, and its evidence, from a worker's end to what users read."""
 
-from tests.process.harness import CALM, Place, job
+import json
+from pathlib import Path
+from typing import Any
+
+from dlrover_py.protocol.diagnosis import NodeSnapshot
+from tests.process.harness import CALM, Job, Place, job
 from tests.programs import PROGRAMS
+
+
+def bundles(run: Job) -> list[Any]:
+    found: list[Any] = json.loads(run.cli("job", "evidence", "job", "--json"))
+    return found
 
 
 def test_the_first_cause_is_classified_and_not_the_lost_connection(place: Place) -> None:
@@ -13,3 +23,17 @@ def test_the_first_cause_is_classified_and_not_the_lost_connection(place: Place)
         assert line in run.cli("job", "why", "job", "--round", "2")
         shown = " ".join(run.cli("job", "describe", "job").split())
         assert "cause storage (sure): OSError: [Errno 28] No space left on device" in shown
+
+        # The bundle has what was known of both nodes, and was no reason to wait.
+        run.until(lambda _: bundles(run), "the bundle")
+        (kept,) = bundles(run)
+        assert kept["kind"] == "failure"
+        assert kept["failure"]["worker"]["cause"]["failure_class"] == "storage"
+        assert kept["nodes"] == ["n0", "n1"]
+        failed = kept["failure"]["node"]
+        text = (Path(kept["folder"]) / f"{failed}.json").read_text()
+        (worker,) = NodeSnapshot.model_validate_json(text).workers
+        assert worker.failure is not None
+        assert "No space left on device" in worker.failure.traceback
+        assert any("No space left on device" in line for line in worker.output)
+        assert ", failure: " in run.cli("job", "evidence", "job")

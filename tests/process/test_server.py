@@ -815,6 +815,28 @@ async def test_a_master_sees_that_it_stood_still_while_nothing_was_due(
                 await asyncio.sleep(0.001)
 
 
+async def test_a_sleep_of_the_machine_is_seen_and_counted(tmp_path: Path) -> None:
+    slept_s = 1000.0
+    clock = Clock(slept=lambda: slept_s)
+    platform = StaticPlatform(ElasticJob.parse(document(["true"], name="alone")))
+    loop = Loop(platform, FileJournalStore(tmp_path / "journal"), Rules(), clock=clock)
+    async with working(loop):
+        async with asyncio.timeout(60):
+            while not loop.ready:
+                await asyncio.sleep(0.001)
+            slept_s += 3600.0
+            while not (status := loop.status()) or not status.goodput:
+                await asyncio.sleep(0.001)
+            while "suspended" not in status.goodput.seconds:
+                loop.add_events([])
+                await asyncio.sleep(0.001)
+                status = loop.status()
+                assert status is not None
+                assert status.goodput is not None
+    assert status.goodput is not None
+    assert status.goodput.seconds["suspended"] == pytest.approx(3600.0)
+
+
 class Adrift(StaticPlatform):
     """A platform that may fall silent."""
 

@@ -457,3 +457,71 @@ def test_a_chain_that_does_not_end_the_program_is_not_the_cause(after: str) -> N
     cause = "Traceback (most recent call last):\n  File \"t.py\", line 1, in f\nKeyError: 'x'\n"
     assert death(stderr_tail=f"{cause}{after}").fingerprint.startswith("KeyError")
     assert death(stderr_tail=after).fingerprint.startswith("RuntimeError"), "there is no other"
+
+
+# --- exception groups ---
+
+GROUP = """\
+  + Exception Group Traceback (most recent call last):
+  |   File "/job/train.py", line 8, in <module>
+  |     asyncio.run(main())
+  | ExceptionGroup: unhandled errors in a TaskGroup (2 sub-exceptions)
+  +-+---------------- 1 ----------------
+    | Traceback (most recent call last):
+    |   File "/job/data.py", line 3, in read
+    |     open(path)
+    | OSError: [Errno 28] No space left on device
+    +---------------- 2 ----------------
+    | Traceback (most recent call last):
+    |   File "/job/data.py", line 9, in cancel
+    |     raise ValueError("no batch")
+    | ValueError: no batch
+    +------------------------------------
+"""
+NESTED = """\
+  + Exception Group Traceback (most recent call last):
+  |   File "<string>", line 1, in <module>
+  | ExceptionGroup: outer (2 sub-exceptions)
+  +-+---------------- 1 ----------------
+    | ExceptionGroup: inner (2 sub-exceptions)
+    +-+---------------- 1 ----------------
+      | KeyError: 'label'
+      +---------------- 2 ----------------
+      | ValueError: v
+      +------------------------------------
+    +---------------- 2 ----------------
+    | OSError: [Errno 5] x
+    +------------------------------------
+"""
+
+
+@pytest.mark.parametrize("where", ["output", "error file"])
+def test_of_an_exception_group_the_group_and_its_first_exception_are_told(where: str) -> None:
+    given = {"error_file": recorded(GROUP)} if where == "error file" else {"stderr_tail": GROUP}
+    failure = death(**given)
+    assert failure.kind is FailureKind.EXCEPTION
+    assert failure.message == (
+        "raised ExceptionGroup: unhandled errors in a TaskGroup (2 sub-exceptions), of which the "
+        "first is OSError: [Errno 28] No space left on device"
+    )
+    assert failure.failure_class is FailureClass.STORAGE
+    assert failure.fingerprint.endswith("|/job/data.py:3")
+    assert "ValueError: no batch" in failure.traceback, "all of them are shown"
+
+
+def test_the_first_exception_of_a_group_in_a_group_is_told() -> None:
+    failure = death(stderr_tail=NESTED)
+    assert failure.message == (
+        "raised ExceptionGroup: outer (2 sub-exceptions), of which the first is KeyError: 'label'"
+    )
+
+
+def test_an_exception_after_a_group_is_the_last_one() -> None:
+    assert death(stderr_tail=GROUP + PLAIN).message == "raised ValueError: loss is nan at step 417"
+    assert death(stderr_tail=PLAIN + GROUP).message.startswith("raised ExceptionGroup: unhandled")
+
+
+@settings(max_examples=200)
+@given(st.lists(st.sampled_from([*GROUP.splitlines(), *NESTED.splitlines(), ""])))
+def test_any_part_of_a_group_is_described(lines: list[str]) -> None:
+    assert death(stderr_tail="\n".join(lines)).message

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from dlrover_agent.devices import DeviceMeter
+from dlrover_agent.network_counters import NetworkCounters, read
 from dlrover_agent.node_load import LEAST_CHANGE, LoadMeter
 from dlrover_agent.tcp_links import Connection, busiest
 from dlrover_py.process import cgroups
@@ -26,8 +27,10 @@ class Machine:
             usage=lambda: None,
             links=lambda pids: self.links,
             pressure=folder,
+            network=lambda: self.network,
         )
         self.links: dict[int, Connection] = {}
+        self.network = NetworkCounters()
 
     def read(self, seconds: float, periods: int, stopped: int, waited_us: int) -> NodeLoad | None:
         """Let time pass, set the counters, and return what is reported after a reading."""
@@ -63,6 +66,7 @@ def test_without_a_limit_and_without_the_kernels_files_nothing_is_lacking(tmp_pa
         periods=lambda: (0, 0),
         usage=lambda: None,
         pressure=tmp_path,
+        network=NetworkCounters,
     )
     meter.read()
     meter.read()
@@ -84,6 +88,7 @@ def test_what_a_container_uses_is_reported_with_its_limit(tmp_path: Path) -> Non
         periods=lambda: (0, 0),
         usage=lambda: used[0],
         pressure=tmp_path,
+        network=NetworkCounters,
     )
     machine.read(0, 0, 0, 0)
     used[0] = cgroups.Usage(memory_bytes=300, limit_bytes=1000, cpu_us=0)
@@ -156,3 +161,39 @@ def test_the_limit_of_version_1_counts_too(tmp_path: Path) -> None:
     (tmp_path / "cpu" / "job").mkdir(parents=True)
     (tmp_path / "cpu" / "job" / "cpu.stat").write_text("nr_periods 50\nnr_throttled 20\n")
     assert cgroups.cpu_periods(tmp_path, ours) == (50, 20)
+
+
+# --- the network ---
+
+
+def test_segments_sent_again_and_lost_packets_are_reported(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    machine.read(0, 0, 0, 0)
+    machine.network = NetworkCounters(errors=0, segments=100_000, resent=100)
+    usual = machine.read(10, 0, 0, 0)
+    assert usual == NodeLoad(resent=0.001)
+    machine.network = NetworkCounters(errors=5, segments=200_000, resent=300)
+    assert machine.read(10, 0, 0, 0) is usual, "too small a change"
+    machine.network = NetworkCounters(errors=125, segments=296_000, resent=4_300)
+    assert machine.read(10, 0, 0, 0) == NodeLoad(resent=0.04, network_errors=12.0)
+    machine.network = NetworkCounters()
+    assert machine.read(10, 0, 0, 0) == NodeLoad(), "the counters were set back"
+
+
+def test_the_kernels_files_are_read_without_the_loopback(tmp_path: Path) -> None:
+    (tmp_path / "dev").write_text(
+        "Inter-|   Receive                            |  Transmit\n"
+        " face |bytes packets errs drop fifo frame compressed multicast|bytes packets errs drop "
+        "fifo colls carrier compressed\n"
+        "    lo: 9 9 50 50 0 0 0 0 9 9 50 50 0 0 0 0\n"
+        "  eth0: 9 9 1 2 0 0 0 0 9 9 3 4 0 0 0 0\n"
+    )
+    (tmp_path / "snmp").write_text(
+        "Ip: Forwarding DefaultTTL\nIp: 1 64\n"
+        "Tcp: RtoAlgorithm MaxConn InSegs OutSegs RetransSegs InErrs\nTcp: 1 -1 7 900 30 0\n"
+    )
+    assert read(tmp_path) == NetworkCounters(errors=10, segments=900, resent=30)
+    assert read(tmp_path / "absent") == NetworkCounters()
+    (tmp_path / "snmp").write_text("Tcp: a b\n")
+    assert read(tmp_path) == NetworkCounters(errors=10)
+    assert read().segments > 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dlrover_py.master.core.diagnosis.slow import OVER, WARM_UP
+from dlrover_py.master.core.diagnosis.slow import MOST_FACTS, OVER, WARM_UP, facts
 from dlrover_py.master.core.diagnosis.slowness import (
     FEWEST,
     IN_A_ROW,
@@ -145,6 +145,9 @@ CHANGES: list[tuple[Change, float, SlowKind, str]] = [
     (on("n2", sending=0.25, cpu=0.2), 1.3, SlowKind.LINK, "n2"),
     (on("", sending=0.3), 1.3, SlowKind.LINK, ""),
     (on("n1", sending=0.1), 1.3, SlowKind.UNKNOWN, ""),
+    (on("n1", resent=0.05), 1.3, SlowKind.LINK, "n1"),
+    (on("n1", resent=0.005, errors=2.0), 1.3, SlowKind.UNKNOWN, ""),
+    (on("n1", resent=0.05, data=0.3), 1.3, SlowKind.DATA, "n1"),
 ]
 
 
@@ -558,6 +561,7 @@ def test_a_slow_loader_is_told_with_its_node_and_nothing_is_done() -> None:
     assert " s before: data. Check its storage" in message
     assert train.condition().startswith("True: a step takes 1.5 s")
     assert train.bench.job.state.pending_round is None
+    assert train.bench.job.state.snapshots == 1, "all ranks are looked at, once"
     train.go(10 * (OVER + 1))
     assert [reason for reason, _ in train.told()] == [EventReason.SLOW, EventReason.SLOW_OVER]
     assert train.condition() == "False: steps take the usual time"
@@ -583,6 +587,26 @@ def test_a_slow_link_is_told_with_both_ends() -> None:
     ((_, message),) = train.told()
     assert "; the link between n1 and n2 waits for the network " in message
     assert " s a step, 0 s before: link. Check cable" in message
+
+
+def test_what_the_network_of_a_node_loses_is_told() -> None:
+    for load, words in (
+        (
+            NodeLoad(sending=0.6, resent=0.03, network_errors=12.0),
+            " a step, 0 s before; n1 sends 3.0 % of its TCP segments again and loses 12 packets a "
+            "second at its interfaces: link. Check cable",
+        ),
+        (
+            NodeLoad(resent=0.03),
+            "; node n1 sends 3.0 % of its TCP segments again, 0.0 % before: link. Check cable",
+        ),
+    ):
+        train = Train()
+        train.go(USUAL)
+        train.bench.agent("n1").load = load
+        train.go(90, step_s=2.0)
+        ((_, message),) = train.told()
+        assert words in message
 
 
 def test_a_link_that_was_slow_from_the_first_step_on_is_told_in_a_job() -> None:
@@ -791,3 +815,19 @@ def test_what_is_no_machine_and_no_link_is_not_checked() -> None:
     train.go(USUAL)
     train.go(90, step_s=1.5, n1=0.5)
     assert train.condition().endswith("no node is at fault for a slowness of this class")
+
+
+def test_the_bundle_of_a_slow_job_has_what_each_node_spends_in_a_step() -> None:
+    nodes = {
+        "n0": Parts(data=0.25, cpu=0.5, resent=0.03),
+        "n1": Parts(cpu=1.25, peer="n0"),
+        "n2": Parts(),
+    }
+    assert facts(Window(step=7, step_s=1.0, nodes=nodes)) == (
+        "a step takes 1 s",
+        "n0: data 0.25, cpu 0.5, resent 0.03, waits 0.25",
+        "n1: cpu 1.25",
+        "n2: nothing that is measured",
+    )
+    many = {f"n{n}": Parts() for n in range(1000)}
+    assert len(facts(Window(step=7, step_s=1.0, nodes=many))) == MOST_FACTS

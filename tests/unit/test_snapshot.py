@@ -15,7 +15,7 @@ from dlrover_agent.channels.probe_socket import ProbeServer
 from dlrover_agent.snapshot import IdleClock, SnapshotTaker, io_bytes, process_facts, read_spied
 from dlrover_py.cli.runs import bundles, node_snapshot
 from dlrover_py.master.core.events import EvidenceKept, KeepEvidence
-from dlrover_py.master.evidence import MAX_BUNDLES, EvidenceStore
+from dlrover_py.master.evidence import MAX_BUNDLES, BundleFolder, EvidenceStore
 from dlrover_py.process import probe
 from dlrover_py.process.identity import ProcessId
 from dlrover_py.protocol import names
@@ -188,7 +188,7 @@ def test_the_kernel_knows_the_state_of_a_process() -> None:
 
 
 async def test_bundles_are_kept_up_to_a_number(tmp_path: Path) -> None:
-    store = EvidenceStore(tmp_path)
+    store = EvidenceStore(BundleFolder(tmp_path))
     done: asyncio.Queue[EvidenceKept] = asyncio.Queue()
     snapshot = NodeSnapshot(boot_id="boot-0001", number=1, round=1)
     for number in range(1, MAX_BUNDLES + 4):
@@ -209,7 +209,7 @@ async def test_bundles_are_kept_up_to_a_number(tmp_path: Path) -> None:
 async def test_a_disk_without_space_costs_the_bundle_only(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    store = EvidenceStore(blocked)
+    store = EvidenceStore(BundleFolder(blocked))
     manifest = EvidenceManifest(number=1, at=1.0, round=1, reason="asked")
     called: list[EvidenceKept] = []
     store.keep(KeepEvidence(manifest, ()), called.append)

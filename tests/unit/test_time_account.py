@@ -4,8 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dlrover_py.master.core.events import Slept
 from dlrover_py.master.core.time_account import TimeAccount
-from dlrover_py.protocol.status import TimeBucket
+from dlrover_py.protocol.status import JobStatus, TimeBucket
+from tests.builders import WALL, Bench, running
 
 BUCKETS = st.sampled_from(list(TimeBucket))
 SECONDS = st.floats(0, 1e6)
@@ -15,6 +17,7 @@ ACTIONS = st.lists(
         st.tuples(st.just("move"), BUCKETS, BUCKETS, st.floats(-1e6, 1e6)),
         st.tuples(st.just("take"), BUCKETS, st.dictionaries(BUCKETS, SECONDS, max_size=3)),
         st.tuples(st.just("round")),
+        st.tuples(st.just("sleep"), SECONDS, SECONDS),
         st.tuples(st.just("master")),
     ),
     max_size=60,
@@ -29,6 +32,9 @@ def test_all_buckets_add_up_to_the_time_that_passed(actions: list[tuple], rest: 
             case ("pass", seconds, bucket):
                 now += seconds
                 account.advance(now, bucket)
+            case ("sleep", awake, asleep):
+                account.sleep(now + awake, asleep)
+                now += awake + asleep
             case ("move", source, target, seconds):
                 account.move(source, target, seconds)
             case ("take", source, totals):
@@ -63,3 +69,26 @@ def test_no_more_is_moved_than_is_there() -> None:
     account.advance(4.0)
     account.move(TimeBucket.PRODUCTIVE, TimeBucket.WASTED_PROGRESS, 9.0)
     assert account.until(4.0) == {TimeBucket.WASTED_PROGRESS: 4.0}
+
+
+def status(bench: Bench, asleep_s: float) -> JobStatus:
+    """Return the status; the wall clock has gone on while the machine slept."""
+    return bench.job.status(bench.now, WALL + bench.now + asleep_s)
+
+
+def test_a_sleep_of_the_machine_is_no_work_and_the_job_ends_when_it_ends() -> None:
+    bench = running()
+    for step in range(1, 61):
+        for agent in bench.living():
+            agent.reach(step)
+        bench.pass_time(1.0)
+    before = status(bench, 0.0).goodput
+    bench.step(Slept(8 * 3600.0))
+    after = status(bench, 8 * 3600.0).goodput
+    assert before is not None
+    assert after is not None
+    assert after.seconds["suspended"] == pytest.approx(8 * 3600.0)
+    assert after.seconds["productive"] == pytest.approx(before.seconds["productive"], abs=1.0)
+    assert after.wall_s == pytest.approx(before.wall_s + 8 * 3600.0, abs=1.0)
+    assert after.share == pytest.approx(before.share, abs=0.05)
+    assert bench.job.live.steady_wall == pytest.approx(WALL + bench.now + 8 * 3600.0)

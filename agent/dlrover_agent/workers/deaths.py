@@ -69,7 +69,7 @@ class DeathRecords:
             local_rank=worker.local_rank,
             rank=worker.rank,
             pid=worker.pid,
-            stderr_tail=worker.errors.words().decode("utf-8", "replace"),
+            stderr_tail=worker.last_lines,
             final_stderr=worker.errors.words(FINAL_STDERR_S).decode("utf-8", "replace"),
             step=step,
             ran_s=time.monotonic() - worker.started_at,

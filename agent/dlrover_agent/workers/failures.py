@@ -6,6 +6,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import takewhile
 
 from dlrover_agent.workers.failure_classes import DeathFacts, classify
 from dlrover_py.protocol import json_text
@@ -38,6 +39,11 @@ _SECONDARY = re.compile(
 """The line that Python prints before a traceback that is not the reason why a program ends."""
 _MARGIN = re.compile(r"^ +[|+](?: |-.*$)", re.MULTILINE)
 _GROUP = "+ Exception Group Traceback"
+_GROUP_HEAD = re.compile(r"^ *\+ Exception Group Traceback \(most recent call last\):$", re.M)
+"""The first line of an exception group that Python prints; nested groups have no plus there."""
+_IN_GROUP = re.compile(r" +[|+]")
+_FIRST_MEMBER = re.compile(r"( *)\+-\+-+ 1 -+$")
+"""The line above the first exception of a group."""
 _RAISED = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<text>.*))?$", re.DOTALL)
 _VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+")
 _RANK = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
@@ -213,8 +219,10 @@ def describe(
     stderr = final_stderr if killed else stderr_tail
     if out_of_memory and exit_code == -signal.SIGKILL:
         stderr = ""  # the OOM kill is the first cause, unless the error file has one
-    from_file = _from_error_file(error_file)
-    trace = from_file or _traceback_in(stderr)
+    said = _from_error_file(error_file) or stderr
+    group = _group_in(said)
+    from_file = _plain(said) if said is not stderr else ""
+    trace = group.first if group is not None else from_file or _traceback_in(stderr)
     kind, message, fingerprint = FailureKind.EXIT, f"exited with code {exit_code}", ""
     last_words, raised_text = stderr, ""
     if trace:
@@ -232,6 +240,8 @@ def describe(
         )
         fingerprint = f"{error_type}|{_VARYING.sub('#', text)[:200]}|{where}"
         raised_text = message.removeprefix("raised ")
+        if group is not None:
+            message = f"raised {group.raised}, of which the first is {raised_text}"
         if not from_file and error_type.startswith("torch.distributed."):
             # NCCL gives its reason in the lines that follow.
             follows = _plain(stderr).rpartition(trace)[2].splitlines()[:_FOLLOWING]
@@ -261,7 +271,11 @@ def describe(
         pid=pid,
         exit_code=exit_code,
         message=_truncate(message, 1024),
-        traceback=_shorten_traceback(trace) or _plain(stderr_tail)[-2000:],
+        traceback=(
+            group.text[:_TRACE]
+            if group is not None
+            else _shorten_traceback(trace) or _plain(stderr_tail)[-2000:]
+        ),
         fingerprint=fingerprint[-500:],
         step=step,
         ran_s=ran_s,
@@ -272,7 +286,9 @@ def describe(
                 kind=kind,
                 exit_code=exit_code,
                 raised=raised_text,
-                earlier=_earlier(from_file or _plain(stderr)) if trace else (),
+                earlier=_earlier(group.member if group else from_file or _plain(stderr))
+                if trace
+                else (),
                 out_of_memory=out_of_memory,
                 last_words=_plain(last_words if kind is not FailureKind.PEER else stderr_tail),
                 ended_ranks=ended_ranks,
@@ -290,7 +306,8 @@ def signal_name(number: int) -> str:
 
 
 def _from_error_file(text: str) -> str:
-    """Return the traceback in the content of an error file; empty if there is none."""
+    """Return the traceback in the content of an error file, with the margins of groups; empty if
+    there is none."""
     if not text:
         return ""
     try:
@@ -298,7 +315,64 @@ def _from_error_file(text: str) -> str:
         trace = message if isinstance(message, str) else message["extraInfo"]["py_callstack"]
     except (ValueError, KeyError, TypeError):
         return ""  # incomplete, or of another program: the last output is used instead
-    return _plain(trace) if isinstance(trace, str) else ""
+    return trace if isinstance(trace, str) else ""
+
+
+@dataclass(frozen=True, slots=True)
+class _ExceptionGroup:
+    """An exception group that has ended a program (PEP 654)."""
+
+    text: str
+    """What Python prints of it."""
+    raised: str
+    """The group itself, such as ``ExceptionGroup: errors in a TaskGroup (2 sub-exceptions)``."""
+    member: str
+    """What Python prints of its first exception, without margins: that which came first in time. Of
+    a group in a group, it is the first exception of the inner one."""
+    first: str
+    """The traceback of that exception."""
+
+
+def _group_in(text: str) -> _ExceptionGroup | None:
+    """Return the exception group at the end of a text; None if another exception is the last."""
+    text = _RANK.sub("", text.encode("utf-8", "replace").decode())
+    heads = list(_GROUP_HEAD.finditer(text))
+    if not heads:
+        return None
+    lines = text[heads[-1].start() :].splitlines()
+    block = list(takewhile(_IN_GROUP.match, lines))
+    if any(_TRACEBACK_HEAD in line for line in lines[len(block) :]):
+        return None
+    member: Sequence[str] = block
+    raised = ""
+    while (found := _first_member(member)) is not None:
+        own, member = found
+        raised = raised or " ".join(_split(_unmargined(own))[1].split())
+    inner = _unmargined(member)
+    # An exception that was never raised has no traceback.
+    first = _traceback_in(inner) or f"{_TRACEBACK_HEAD}\n{inner.strip()}"
+    if not raised or not inner.strip():
+        return None
+    return _ExceptionGroup("\n".join(block), _truncate(raised, 400), inner, first)
+
+
+def _first_member(lines: Sequence[str]) -> tuple[Sequence[str], Sequence[str]] | None:
+    """Return the lines of a group itself, and those of its first exception; None without a group.
+
+    Args:
+        lines: What Python prints of the group, with margins.
+    """
+    for at, line in enumerate(lines):
+        if (found := _FIRST_MEMBER.match(line)) is not None:
+            end, members = f"{found[1]}  +---", lines[at + 1 :]
+            ends = (number for number, one in enumerate(members) if one.startswith(end))
+            return lines[:at], members[: next(ends, len(members))]
+    return None
+
+
+def _unmargined(lines: Sequence[str]) -> str:
+    """Return the text of lines without the margins of groups."""
+    return _MARGIN.sub("", "\n".join(lines))
 
 
 def _traceback_in(text: str) -> str:

@@ -78,6 +78,11 @@ class Worker:
         return None if self.ended else self.session
 
     @property
+    def last_lines(self) -> str:
+        """The end of its standard error."""
+        return self.errors.words().decode("utf-8", "replace")
+
+    @property
     def not_started(self) -> bool:
         """Whether it has no process yet."""
         return self.session is None and not self.ended

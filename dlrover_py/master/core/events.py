@@ -85,6 +85,17 @@ class Stalled:
 
 
 @dataclass(frozen=True, slots=True)
+class Slept:
+    """The end of a sleep of the machine, such as of a laptop whose lid was closed.
+
+    The monotonic clock has stood still meanwhile, and nothing was late.
+    """
+
+    seconds: float
+    """Duration of the sleep."""
+
+
+@dataclass(frozen=True, slots=True)
 class NodeSeen:
     """The state of a node that exists, as the platform sees it."""
 
@@ -204,6 +215,7 @@ Event = (
     | JobChanged
     | JobStopped
     | Stalled
+    | Slept
     | NodeSeen
     | NodeEnded
     | NodesListed

@@ -92,6 +92,12 @@ class Goodput:
         self.live.progress = (rank, progress)
         return True
 
+    def slept(self, seconds: float) -> None:
+        """Count a sleep of the machine as suspended. The time of the job is that much later now."""
+        if self.state.ended_at is None:
+            self._account.sleep(self.live.steady_wall, seconds)
+        self.live.ahead += seconds
+
     def decide(self) -> None:
         """Note in which bucket time passes from now on."""
         self._begin_round()

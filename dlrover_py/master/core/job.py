@@ -14,6 +14,7 @@ from dlrover_py.master.core.autoscaler import Autoscaler
 from dlrover_py.master.core.capacity import Capacity
 from dlrover_py.master.core.checkpointing import Checkpointing
 from dlrover_py.master.core.departures import Departures
+from dlrover_py.master.core.diagnosis.crashes import CrashEvidence
 from dlrover_py.master.core.diagnosis.log_rules import LogFindings
 from dlrover_py.master.core.diagnosis.slow import SlowJob
 from dlrover_py.master.core.diagnosis.watch import Diagnosis
@@ -33,6 +34,7 @@ from dlrover_py.master.core.events import (
     RoomSeen,
     Rules,
     ShardsAsked,
+    Slept,
     SnapshotArrived,
     Stalled,
     TablesReported,
@@ -102,7 +104,7 @@ class Job:
         self._spec_changes = SpecChanges(context, transitions, capacity, departures, checkpointing)
         self._diagnosis, self._goodput = Diagnosis(context, assignments, failures), Goodput(context)
         self._wrong = WrongValues(context, failures, transitions)
-        self._slow = SlowJob(context, admission)
+        self._slow, self._crashes = SlowJob(context, admission), CrashEvidence(context)
         training = TrainingReports(context, transitions, failures, self._goodput, tuning)
         self._reports = Reports(context, assignments, admission, departures, failures, training)
         self._log_rules, self._status = LogFindings(context), StatusReport(context, self._goodput)
@@ -209,10 +211,11 @@ class Job:
         self._departures.expire()
         self._spec_changes.suspend_or_resume()
         self._log_rules.decide()
-        self._diagnosis.decide()
         self._wrong.decide()
         self._slow.decide()
+        self._diagnosis.decide()  # it looks at what the others have found
         self._failures.resolve_suspected_failure()
+        self._crashes.decide()
         self._failures.reset_budgets()
         self._tuning.decide()
         self._admission.check_nodes()
@@ -259,6 +262,8 @@ class Job:
                 self._diagnosis.take_report(node_id, report)
                 self._wrong.take_report(node_id, report)
                 self._slow.take_report(node_id, report)
+            case SnapshotArrived(_, snapshot) if not snapshot.number:
+                self._crashes.take_look(event)
             case SnapshotArrived():
                 self._diagnosis.take_snapshot(event)
             case EvidenceKept(number, folder):
@@ -278,6 +283,9 @@ class Job:
                     self._transitions.end_job(
                         JobPhase.STOPPED, EventReason.JOB_STOPPED, ENDED_BY_USER
                     )
+            case Slept(seconds):
+                self._goodput.slept(seconds)
+                self._autoscaler.stalled()
             case Stalled(seconds):
                 live.nodes.stalled(live.now, seconds)
                 self._sharding.stalled(seconds)

@@ -38,6 +38,7 @@ from dlrover_py.protocol.agents import (
     Progress,
     WorkerFailure,
 )
+from dlrover_py.protocol.diagnosis import EvidenceKind
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.hosts import HostFaultKind
 from dlrover_py.protocol.job import ElasticJob
@@ -404,6 +405,18 @@ class Step:
     """Monotonic time of the next step, if no event arrives before."""
 
 
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A reason to look at all ranks."""
+
+    kind: EvidenceKind
+    """The event to which the bundle belongs."""
+    reason: str
+    """What was found, in words."""
+    facts: tuple[str, ...] = ()
+    """What was measured, in words."""
+
+
 @dataclass(slots=True)
 class TransientState:
     """The part of the state that several components use, and that each master makes anew."""
@@ -478,12 +491,15 @@ class TransientState:
     of the hang; None if none applies."""
     slow: str | None = None
     """Why steps are slow; empty if they are not any more, None if they never were."""
+    look: Look | None = None
+    """What a detector has found, so that all ranks must be looked at; None once that has begun."""
     checkpoint_policy: str = ""
     """The checkpoint policy for agents, as JSON; empty if there is none."""
 
     @property
     def steady_wall(self) -> float:
-        """Unix time at the start of this master plus the time since then.
+        """Unix time at the start of this master plus the time since then, with sleeps of the
+        machine.
 
         Durations do not change when the system clock is set meanwhile.
         """

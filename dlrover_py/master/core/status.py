@@ -195,6 +195,8 @@ class StatusReport:
             memory_bytes=load.memory_bytes if load else 0,
             memory_limit=load.memory_limit if load else 0,
             cores=load.cores if load else 0.0,
+            resent=load.resent if load else 0.0,
+            network_errors=load.network_errors if load else 0.0,
             restarts=node.restarts,
             relaunches=node.relaunches,
             message=node.leaving or node.message or _preparation(node),

@@ -41,6 +41,18 @@ class TimeAccount(BaseModel):
         self.at = at
         self.bucket = self.bucket if bucket is None else bucket
 
+    def sleep(self, at: float, seconds: float) -> None:
+        """Count a sleep of the machine, after the time until its end by a clock that stood still.
+
+        Args:
+            at: Unix time by that clock.
+            seconds: Duration of the sleep.
+        """
+        self.advance(at)
+        here = self.seconds.get(TimeBucket.SUSPENDED, 0.0)
+        self.seconds[TimeBucket.SUSPENDED] = here + seconds
+        self.at += seconds
+
     def move(self, source: TimeBucket, target: TimeBucket, seconds: float) -> None:
         """Move seconds to another bucket; at most those that are there.
 

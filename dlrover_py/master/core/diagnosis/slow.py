@@ -4,6 +4,7 @@ The check comes before any action: only a node that is slow with good nodes too 
 """
 
 from collections import Counter
+from dataclasses import asdict
 
 from dlrover_py.master.core.admission import Admission
 from dlrover_py.master.core.diagnosis.slowness import (
@@ -17,9 +18,9 @@ from dlrover_py.master.core.diagnosis.slowness import (
 )
 from dlrover_py.master.core.history import CoreContext
 from dlrover_py.master.core.nodes import Readiness
-from dlrover_py.master.core.state import NON_DISRUPTIVE
+from dlrover_py.master.core.state import NON_DISRUPTIVE, Look
 from dlrover_py.protocol.agents import AgentReport, Progress
-from dlrover_py.protocol.diagnosis import SlowKind
+from dlrover_py.protocol.diagnosis import EvidenceKind, SlowKind
 from dlrover_py.protocol.names import NodeId
 from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.status import JobPhase
@@ -36,6 +37,8 @@ CHECKED_AN_HOUR = 0.02
 """Share of the nodes of a job that are checked in an hour at most, because it is slow."""
 WITNESSES = 2
 """Members that a suspect is checked with, beside a standby: two pairs can be compared."""
+MOST_FACTS = 64
+"""Most lines about nodes in a bundle of evidence."""
 OVER = 3
 """Windows in a row that are not slow after which the job counts as fast again."""
 
@@ -104,7 +107,7 @@ class SlowJob:
         if self._windows <= WARM_UP:
             return
         self._watch.saw(window)
-        self._tell(self._watch.slow)
+        self._tell(self._watch.slow, window)
 
     def _begin_round(self) -> None:
         """Learn anew, because a step of another round may take another time."""
@@ -152,6 +155,8 @@ class SlowJob:
                 sending=load.sending * times[-1] if load is not None else 0.0,
                 clocks=load.clocks if load is not None else 0.0,
                 speed=load.link_bytes_s if load is not None else 0.0,
+                resent=load.resent if load is not None else 0.0,
+                errors=load.network_errors if load is not None else 0.0,
                 # On one machine, several nodes have the same address.
                 peer=node_at[peer] if addresses[peer] == 1 else "",
             )
@@ -161,8 +166,15 @@ class SlowJob:
             nodes=nodes,
         )
 
-    def _tell(self, slow: Slowness | None) -> None:
-        """Record that the job is slow, for another reason than before, or is not any more."""
+    def _tell(self, slow: Slowness | None, window: Window) -> None:
+        """Record that the job is slow, for another reason than before, or is not any more.
+
+        The first time, all ranks are looked at, too.
+
+        Args:
+            slow: Why it is slow; None if it is not.
+            window: The newest steps.
+        """
         told = self._told
         if slow is None:
             self._fast += 1
@@ -181,6 +193,7 @@ class SlowJob:
                 warning=True,
             )
             self._told, self._seen = slow, 0
+            self.live.look = Look(EvidenceKind.SLOW, self.live.slow, facts(window))
         if self.live.spec.spec.diagnosis.slow == "act" and (why := self._check(slow)):
             self.live.slow += f". It is not checked: {why}"
 
@@ -221,6 +234,22 @@ class SlowJob:
             return
         self._told, self.live.slow = None, ""
         self.log.record(EventReason.SLOW_OVER, why, cause=self._event)
+
+
+def facts(window: Window) -> tuple[str, ...]:
+    """Return what each node has spent in a step, and what it has lacked, in words.
+
+    What is neither computed by the thread that trains nor waited for data is its wait for other
+    ranks, or for a device.
+    """
+    found = [f"a step takes {window.step_s:.3g} s"]
+    for name, parts in sorted(window.nodes.items()):
+        waits = window.step_s - parts.data - parts.cpu
+        numbers = {n: v for n, v in asdict(parts).items() if isinstance(v, float) and v}
+        words = [f"{part} {value:.3g}" for part, value in numbers.items()]
+        words += [f"waits {waits:.3g}"] if parts.cpu and waits > 0 else []
+        found.append(f"{name}: {', '.join(words) or 'nothing that is measured'}")
+    return tuple(found[:MOST_FACTS])
 
 
 def _progress(report: AgentReport) -> Progress:

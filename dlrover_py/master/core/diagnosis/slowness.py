@@ -11,7 +11,7 @@ Most slow jobs are not slow because of a machine, so the result is told and noth
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median, median_high
 
 from dlrover_py.protocol.diagnosis import SlowKind
@@ -67,6 +67,9 @@ CLOCKS = 0.05
 THROTTLED = 0.10
 """Growth of the share of throttled periods, or of the time in which a process waited for a CPU,
 that shows that others take the CPU."""
+RESENT = 0.02
+"""Share of TCP segments sent again, or its growth, that shows a bad link. Networks in good health
+send less than a thousandth again."""
 LACKS = {"throttled": "CPU", "pressure": "CPU", "memory": "memory", "io": "storage"}
 """What a node lacks, by the part that shows it."""
 ADVICE = {
@@ -111,6 +114,10 @@ class Parts:
     """The node at the other end of that connection; empty if it is not known."""
     speed: float = 0.0
     """Bytes that all its connections send for each second of that wait; 0 if it is not known."""
+    resent: float = 0.0
+    """Share of its TCP segments that were sent again, from 0 to 1."""
+    errors: float = 0.0
+    """Packets a second that its network interfaces have lost or found damaged."""
 
     def towards(self, other: "Parts", weight: float) -> "Parts":
         """Return parts between these and others; with weight 1 the others."""
@@ -126,6 +133,8 @@ class Parts:
             clocks=self.clocks + (other.clocks - self.clocks) * weight,
             peer=other.peer,
             speed=self.speed + (other.speed - self.speed) * weight,
+            resent=self.resent + (other.resent - self.resent) * weight,
+            errors=self.errors + (other.errors - self.errors) * weight,
         )
 
 
@@ -176,6 +185,10 @@ class Slowness:
     """Whether ``part`` is the share of its GPUs whose clocks are slowed."""
     speeds: bool = False
     """Whether ``part`` and ``others`` are bytes a second of links."""
+    resends: bool = False
+    """Whether ``part`` is the share of its TCP segments that were sent again."""
+    lost: str = ""
+    """What the network of ``node`` has lost, in words; empty if it is little, or not known."""
     lacks: str = "CPU"
     """What a node lacks because of its neighbours: a value of :data:`LACKS`."""
 
@@ -438,12 +451,15 @@ class SlowWatch:
         if (link := self._by_link(now, before, least)) is not None:
             node, peer = link
             value, old = (now[node].sending, before[node].sending) if node else (0.0, 0.0)
-            return Slowness(SlowKind.LINK, node, since, level, usual, value, old, peer)
+            lost = _lost(now[node]) if node else ""
+            return Slowness(SlowKind.LINK, node, since, level, usual, value, old, peer, lost=lost)
         machine = self._by_cpu(now, before, grown / usual)
         if machine is not None:
             kind, node = machine
             value, old = (now[node].cpu, before[node].cpu) if node else (0.0, 0.0)
             return Slowness(kind, node, since, level, usual, value, old)
+        if (one := found(SlowKind.LINK, "resent", RESENT)) is not None:
+            return replace(one, resends=True)
         for part in ("pressure", "memory", "io"):
             if (one := found(SlowKind.NEIGHBOUR, part, THROTTLED)) is not None:
                 return one
@@ -542,6 +558,9 @@ def in_words(slow: Slowness) -> str:
         case SlowKind.STAGE:
             text += f"{who} needs {_s(part)} CPU time a step, {_s(others)} {before}"
             text += f", as {slow.peer} did with this node rank" if slow.peer else ""
+        case SlowKind.LINK if slow.resends:
+            text += f"{who} sends {100 * part:.1f} % of its TCP segments again, "
+            text += f"{100 * others:.1f} % {before}"
         case SlowKind.LINK if slow.node:
             link = f"between {slow.node} and {slow.peer}" if slow.peer else f"of {who}"
             if slow.speeds:
@@ -550,6 +569,7 @@ def in_words(slow: Slowness) -> str:
             else:
                 text += f"the link {link} waits for the network {_s(part)} a step, "
                 text += f"{_s(others)} {before}"
+                text += f"; {slow.node} {slow.lost}" if slow.lost else ""
         case SlowKind.LINK:
             text += "connections of several nodes wait for the network"
         case SlowKind.CODE if part:
@@ -560,6 +580,16 @@ def in_words(slow: Slowness) -> str:
             text += "nothing that is measured has grown with it"
     advice = {"memory": FOR_MEMORY, "storage": FOR_STORAGE}.get(slow.lacks, ADVICE[slow.kind])
     return f"{text}: {slow.kind}. {advice}"
+
+
+def _lost(parts: Parts) -> str:
+    """Return what the network of a node has lost, in words; empty if that is usual."""
+    words = []
+    if parts.resent >= RESENT:
+        words.append(f"sends {100 * parts.resent:.1f} % of its TCP segments again")
+    if parts.errors >= 1.0:
+        words.append(f"loses {parts.errors:.3g} packets a second at its interfaces")
+    return " and ".join(words)
 
 
 def _s(seconds: float) -> str:

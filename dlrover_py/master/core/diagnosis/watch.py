@@ -11,10 +11,11 @@ from dlrover_py.master.core.diagnosis.verdicts import Standstill, judge
 from dlrover_py.master.core.events import KeepEvidence, SnapshotArrived
 from dlrover_py.master.core.failures import Failures
 from dlrover_py.master.core.history import CoreContext
-from dlrover_py.master.core.state import NON_DISRUPTIVE
+from dlrover_py.master.core.state import NON_DISRUPTIVE, Look
 from dlrover_py.protocol.agents import AgentReport, FailureKind, WorkerFailure
 from dlrover_py.protocol.diagnosis import (
     Cause,
+    EvidenceKind,
     HangKind,
     HangVerdict,
     NodeSnapshot,
@@ -28,6 +29,9 @@ SNAPSHOT_S = 15.0
 """Seconds that nodes have to send their snapshot. An agent needs less, whatever its workers do."""
 AGAIN = 2.0
 """A job that still stands is looked at again after this many times the time that it has stood."""
+LOOK_PAUSE_S = 600.0
+"""Least seconds between two snapshots for what other detectors have found. Their bundles must not
+take the places of all others."""
 
 
 class Diagnosis:
@@ -44,6 +48,10 @@ class Diagnosis:
         """Time before which no suspicion leads to another snapshot."""
         self._reason = ""
         """Why the snapshot that is under way was requested; empty if none is."""
+        self._look = Look(EvidenceKind.HANG, "")
+        """For what event it was requested."""
+        self._may_look_at: dict[EvidenceKind, float] = {}
+        """Time before which no snapshot is taken for what another detector has found."""
         self._request = ""
         """The user's text for the snapshot that is under way; empty for another reason."""
         self._requested_at = 0.0
@@ -79,7 +87,7 @@ class Diagnosis:
         """Take in a node's snapshot. One that is late, or of another agent process, is dropped."""
         node = self.live.nodes.get(event.node)
         snapshot = event.snapshot
-        current = snapshot.number == self.state.snapshots and snapshot.round == self.state.round
+        current = snapshot.number == self.live.snapshot and snapshot.round == self.state.round
         if node is None or node.boot_id != snapshot.boot_id or not current or not self._reason:
             return
         if event.node in self._asked:
@@ -116,6 +124,7 @@ class Diagnosis:
             self._end_hang("the round is over")
         if self._round[1] is False or state.phase is not JobPhase.RUNNING or ends:
             self._drop()
+            live.look = None
             self._end_hang("the round is over")
             return
         if self._reason:
@@ -124,7 +133,13 @@ class Diagnosis:
             return
         if spec.snapshot and spec.snapshot != state.snapshot_request:
             state.snapshot_request = spec.snapshot
-            self._begin("a user asked for it", request=spec.snapshot)
+            asked = Look(EvidenceKind.REQUEST, "a user asked for it")
+            self._begin(asked, request=spec.snapshot)
+            return
+        look, live.look = live.look, None
+        if look is not None and live.now >= self._may_look_at.get(look.kind, 0.0):
+            self._may_look_at[look.kind] = live.now + LOOK_PAUSE_S
+            self._begin(look)
         elif spec.hang != "off" and not state.succeeded:
             if self._by_rule and live.log_hang is None:
                 self._look_at = 0.0
@@ -141,7 +156,7 @@ class Diagnosis:
                 self.live.wake(self._look_at)
                 return
             self._still_s = now - since
-            self._begin(found)
+            self._begin(Look(EvidenceKind.HANG, found))
             return
         if clock.step is None and silent_s is not None and self.live.progress is None:
             assert self.state.world is not None
@@ -153,7 +168,8 @@ class Diagnosis:
                 self.live.wake(due)
                 return
             self._still_s = now - since
-            self._begin(f"no worker has used its CPU for {self._still_s:.0f} s")
+            why = f"no worker has used its CPU for {self._still_s:.0f} s"
+            self._begin(Look(EvidenceKind.HANG, why))
             return
         # A script that has never reported a step may not report any.
         self._only_waits = clock.step is None and self.state.max_step is None
@@ -163,16 +179,17 @@ class Diagnosis:
             return
         self._still_s = now - clock.moved_at
         step = "" if clock.step is None else f" after step {clock.step}"
-        self._begin(f"no step{step} for {self._still_s:.0f} s (expected {clock.bound_s:.0f} s)")
+        why = f"no step{step} for {self._still_s:.0f} s (expected {clock.bound_s:.0f} s)"
+        self._begin(Look(EvidenceKind.HANG, why))
 
-    def _begin(self, reason: str, request: str = "") -> None:
+    def _begin(self, look: Look, request: str = "") -> None:
         """Request a snapshot of all members of the round."""
         world = self.state.world
         assert world is not None
         self.state.snapshots += 1
-        self._reason, self._request = reason, request
+        self._look, self._reason, self._request = look, look.reason, request
         self._requested_at = self.live.now
-        if request:
+        if look.kind is not EvidenceKind.HANG:
             self._still_s = self.live.now - self._clock.moved_at
         self._taken = {}
         self._asked = {member.node for member in world.members}
@@ -189,7 +206,7 @@ class Diagnosis:
     def _finish_if_complete(self) -> None:
         """Once all living nodes have answered, or the time is over, judge and keep the evidence.
 
-        A hang is reported, and may end the round, unless a user asked for the snapshot. There is no
+        A hang is reported, and may end the round, if the snapshot was taken for it. There is no
         verdict if the job has made a step since the request.
         """
         due = self._requested_at + SNAPSHOT_S
@@ -199,39 +216,45 @@ class Diagnosis:
         if self._asked - gone and self.live.now < due:
             self.live.wake(due)
             return
-        state, live = self.state, self.live
+        live, round_number = self.live, self.state.round
         workers = [w for node in sorted(self._taken) for w in self._taken[node].workers]
         missing = sorted(self._asked)
         moved = self._clock.moved_at > self._requested_at
         verdict = None if moved else judge(workers, self._standstill(missing))
-        asked, reason = self._request, self._reason
+        look, asked, reason = self._look, self._request, self._reason
+        # Otherwise the verdict is an answer, and not an alarm: the job may be in good health.
+        alarm = look.kind is EvidenceKind.HANG
+        if not (alarm or asked):
+            verdict = None
         lines = folded(workers)
         manifest = EvidenceManifest(
-            number=state.snapshots,
+            number=live.snapshot,
+            kind=look.kind,
             at=live.wall,
-            round=state.round,
+            round=round_number,
             step=self._clock.step,
             reason=reason,
             verdict=verdict,
+            facts=list(look.facts),
             nodes=sorted(self._taken),
             missing=missing,
             lines=lines,
         )
         live.emit(KeepEvidence(manifest, tuple(sorted(self._taken.items()))))
-        # On request the verdict is an answer, and not an alarm: the job may be in good health.
-        alarm = not asked
         live.diagnosis = DiagnosisStatus(
-            number=state.snapshots,
+            number=live.snapshot,
             at=live.wall,
             reason=reason,
             request=asked,
             verdict=verdict if alarm or self._overdue() else None,
             lines=lines,
         )
-        still_s, self._look_at = self._still_s, live.now + max(5.0, self._still_s * (AGAIN - 1))
+        still_s, number = self._still_s, live.snapshot
+        if alarm or asked:
+            self._look_at = live.now + max(5.0, still_s * (AGAIN - 1))
         self._drop()
         if asked:
-            message = f"snapshot {state.snapshots} of all ranks was taken; `dlrover job evidence`"
+            message = f"snapshot {number} of all ranks was taken; `dlrover job evidence`"
             self.log.record(EventReason.SNAPSHOT_TAKEN, message)
         if alarm and verdict is not None and self._is_hang(verdict, still_s):
             self._report(verdict, workers, still_s)

@@ -12,7 +12,7 @@ from dlrover_py.master.core.diagnosis.stacks import ranks_in_words
 from dlrover_py.master.core.failures import Failures
 from dlrover_py.master.core.history import CoreContext
 from dlrover_py.master.core.rendezvous import RoundMembers
-from dlrover_py.master.core.state import NON_DISRUPTIVE
+from dlrover_py.master.core.state import NON_DISRUPTIVE, Look
 from dlrover_py.master.core.transitions import Transitions
 from dlrover_py.protocol.agents import (
     AgentReport,
@@ -21,6 +21,7 @@ from dlrover_py.protocol.agents import (
     WrongKind,
     WrongValue,
 )
+from dlrover_py.protocol.diagnosis import EvidenceKind
 from dlrover_py.protocol.names import NodeId
 from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.sdk import WATCHED
@@ -135,6 +136,7 @@ class WrongValues:
         reason = _REASONS[kind]
         event = self.log.record(reason, message, node=node, warning=True)
         if policy == "tell":
+            self.live.look = Look(EvidenceKind.WRONG, message)
             return False
         self.live.checkpoints.reject(self.state.round, good)
         if policy == "stop":

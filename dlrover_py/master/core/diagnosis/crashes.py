@@ -1,0 +1,99 @@
+"""Keeps what is known when a fault ends a round: the failure, and the last look at its ranks.
+
+Agents take the last look by themselves, before they stop their workers, and send it afterwards. The
+next round does not wait for it.
+"""
+
+from dlrover_py.master.core.diagnosis.stacks import folded
+from dlrover_py.master.core.events import KeepEvidence, SnapshotArrived
+from dlrover_py.master.core.history import CoreContext
+from dlrover_py.master.core.policy import in_words, with_cause
+from dlrover_py.protocol.agents import FailureKind
+from dlrover_py.protocol.diagnosis import LAST_LOOK_NODES, EvidenceKind, NodeSnapshot
+from dlrover_py.protocol.names import NodeId
+from dlrover_py.protocol.status import EvidenceManifest, Failure
+
+LAST_LOOKS_S = 5.0
+"""Seconds that nodes have to send their last look. They send it once their workers have ended."""
+
+
+class CrashEvidence:
+    """The bundles of one job about rounds that a failure of a worker has ended."""
+
+    def __init__(self, context: CoreContext) -> None:
+        self.state, self.live = context.state, context.live
+        self._seen = self.state.last_failure
+        """The newest failure that was looked at."""
+        self._failure: Failure | None = None
+        """The failure whose bundle is awaited; None if none is."""
+        self._due = 0.0
+        self._asked: set[NodeId] = set()
+        """Nodes whose last look is awaited."""
+        self._looks: dict[NodeId, NodeSnapshot] = {}
+        """Last looks at the newest round that has ended, which may come before its failure."""
+
+    def take_look(self, event: SnapshotArrived) -> None:
+        """Take in a node's last look at a round. One that is late, or not asked for, is dropped."""
+        node, snapshot = self.live.nodes.get(event.node), event.snapshot
+        if node is None or node.boot_id != snapshot.boot_id:
+            return
+        newest = max((one.round for one in self._looks.values()), default=0)
+        if snapshot.round < newest:
+            return
+        if snapshot.round > newest:
+            self._looks.clear()
+        # A failed worker is always of interest, but it must not take all memory of this master.
+        if len(self._looks) < 2 * LAST_LOOK_NODES:
+            self._looks[event.node] = snapshot
+
+    def decide(self) -> None:
+        """Await the last looks at a round that has failed, and keep the bundle once they are there.
+
+        A hang has a bundle already. The bundle of an earlier failure is kept at once.
+        """
+        failure = self.state.last_failure
+        if failure is not None and failure is not self._seen:
+            self._seen = failure
+            if self._failure is not None:
+                self._keep()
+            if failure.worker.kind is not FailureKind.HANG:
+                self._failure = failure
+                self._due = self.live.now + LAST_LOOKS_S
+                world = self.state.world
+                members = [m.node for m in world.members[:LAST_LOOK_NODES]] if world else []
+                self._asked = {NodeId(failure.node), *members}
+        if self._failure is None:
+            return
+        number = self._failure.round
+        missing = {
+            node_id
+            for node_id in self._asked
+            if (node := self.live.nodes.get(node_id)) is not None and node.alive
+            if node_id not in self._looks or self._looks[node_id].round != number
+        }
+        if missing and self.live.now < self._due:
+            self.live.wake(self._due)
+        else:
+            self._keep()
+
+    def _keep(self) -> None:
+        """Keep the bundle of the failure that is awaited."""
+        failure, self._failure = self._failure, None
+        assert failure is not None
+        looks = {n: one for n, one in self._looks.items() if one.round == failure.round}
+        workers = [w for node in sorted(looks) for w in looks[node].workers]
+        self.state.snapshots += 1
+        self.state.changed()
+        manifest = EvidenceManifest(
+            number=self.state.snapshots,
+            kind=EvidenceKind.FAILURE,
+            at=self.live.wall,
+            round=failure.round,
+            step=failure.worker.step,
+            reason=with_cause(f"{failure.node}: {in_words(failure.worker)}", failure.worker),
+            failure=failure,
+            nodes=sorted(looks),
+            missing=sorted(self._asked - looks.keys()),
+            lines=folded(workers),
+        )
+        self.live.emit(KeepEvidence(manifest, tuple(sorted(looks.items()))))
