@@ -267,6 +267,7 @@ def nodes_table(
     nodes, pods = list(nodes), pods or {}
     domains = any(node.domain for node in nodes)
     measured = any(node.memory_limit for node in nodes)
+    gpus = any(node.gpus for node in nodes)
     shown, notes = [], []
     for node in nodes:
         gone = node.phase is NodePhase.GONE
@@ -284,6 +285,7 @@ def nodes_table(
             "WORKERS": "" if gone else workers,
             "STEP": "" if node.step is None or gone else str(node.step),
             **({"CPUS": node.cores_words, "MEMORY": node.memory_words} if measured else {}),
+            **({"GPUS": node.gpu_words} if gpus else {}),
             "RESTARTS": str(node.restarts) if node.restarts else "",
             **({"POD": pods.get(node.id, "-")} if pods else {}),
             "": node.message,

@@ -376,6 +376,11 @@ class JobPage:
         """Whether it is known of some node what it uses of its CPUs and its memory."""
         return any(node.memory_limit for node in self.nodes)
 
+    @cached_property
+    def has_gpus(self) -> bool:
+        """Whether it is known of some node how far its GPUs are used."""
+        return any(node.gpus or node.gpu_memory_limit for node in self.nodes)
+
     def data_wait(self, node: NodeStatus) -> str:
         """Return the share of its time that a node waits for data; empty if not known, or small."""
         share = node.data_wait if ranks.trains(node) else 0.0

@@ -95,6 +95,8 @@ def grid(nodes: Sequence[NodeStatus], median_s: float) -> Markup:
             words += f", rank {first.node_rank}" if each == 1 else f", from rank {first.node_rank}"
         if each == 1 and mark is LAGS:
             words += f", {step_time(first, median_s)}"
+        if each == 1 and first.gpus:
+            words += f", GPUs busy {first.gpu_words}"
         words = escape(plain(f"{words}: {mark.words}"))
         cells.append(f'<b class="{mark.color}" title="{words}">{mark.letter}</b>')
     counts = Counter(marks)

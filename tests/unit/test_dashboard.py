@@ -754,6 +754,30 @@ def test_the_nodes_of_a_page_show_what_they_use_where_it_is_known() -> None:
         assert found.count(">CPUs</th>") == count
 
 
+GPUS = {
+    "gpus": 8, "gpu_busy": 0.93, "gpu_least_busy": 0.12,
+    "gpu_memory_bytes": 512_000_000_000, "gpu_memory_limit": 640_000_000_000,
+}  # fmt: skip
+
+
+def test_the_pages_show_how_far_gpus_are_used_where_it_is_known() -> None:
+    view = running(nodes=2)
+    assert view.status is not None
+    first, second = view.status.nodes
+    busy = [first.model_copy(update=GPUS), second]
+    view = replace(view, status=view.status.model_copy(update={"nodes": busy}))
+    page = pages.JobPage(view, History(), AT)
+    table = pages.section("nodes", page)
+    assert "<td>93 % of 8, the least 12 %</td><td>512 GB of 640 GB</td>" in table
+    cells = {row.count("<td") + row.count("<th") for row in table.split("<tr")[1:]}
+    assert cells == {14}, "each row has as many columns"
+    assert pages.section("ranks", page).count("GPUs busy 93 % of 8") == 1
+    of_node = pages.render("node_now.html", page=page, node=first.id)
+    assert "<dt>GPU memory</dt><dd>512 GB of 640 GB</dd>" in of_node
+    assert "GPU" not in pages.render("node_now.html", page=page, node=second.id)
+    assert "GPU" not in pages.section("nodes", pages.JobPage(running(), History(), AT))
+
+
 def test_the_page_says_where_each_checkpoint_is_and_when_the_next_one_is_due() -> None:
     shown = running(nodes=2).status
     assert shown is not None
