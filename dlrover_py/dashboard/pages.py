@@ -18,12 +18,13 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from dlrover_py import __version__
-from dlrover_py.dashboard import curves, pictures, ranks, timeline
+from dlrover_py.dashboard import buckets, curves, pictures, ranks, timeline
 from dlrover_py.protocol.job_view import (
     JobView,
     causal_chain,
     ceiling_line,
     dataset_line,
+    load_shares,
     problem_line,
     progress_words,
     stream_line,
@@ -202,6 +203,32 @@ class JobPage:
         """What each server of a parameter server has and does, by its id."""
         tables = self.view.status.tables if self.view.status is not None else None
         return {one.id: one for one in tables.servers} if tables is not None else {}
+
+    @property
+    def load_shares(self) -> dict[str, float]:
+        """The load of each server as a multiple of the mean."""
+        status = self.view.status
+        tables = status.tables if status is not None else None
+        return load_shares(tables, self._leaving) if tables is not None else {}
+
+    @property
+    def tables_state(self) -> list[str]:
+        """What is uneven, at risk or late at the servers, in words."""
+        status = self.view.status
+        tables = status.tables if status is not None else None
+        return buckets.state_words(tables, self._leaving) if tables is not None else []
+
+    @property
+    def _leaving(self) -> set[str]:
+        """The servers that are to leave."""
+        status = self.view.status
+        return {one.id for one in status.servers if one.message} if status is not None else set()
+
+    @property
+    def bucket_grid(self) -> Markup:
+        """The picture of the buckets of a parameter server; empty if they are not known."""
+        tables = self.view.status.tables if self.view.status is not None else None
+        return buckets.grid(tables) if tables is not None else Markup("")
 
     @cached_property
     def outages(self) -> list[timeline.Outage]:

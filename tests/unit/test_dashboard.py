@@ -43,7 +43,10 @@ from dlrover_py.protocol.status import (
     JobStatus,
     LastCheckpoint,
     NodePhase,
+    ServerLoad,
+    ServerStatus,
     StoreAnswer,
+    TablesStatus,
 )
 from dlrover_py.protocol.words import plain
 from tests.unit.test_report import Page
@@ -1117,3 +1120,45 @@ def test_a_history_keeps_few_numbers_of_a_sample_and_only_finite_ones() -> None:
     )
     (kept,) = History().with_sample(said, 10).samples
     assert kept.metrics == {f"m{i}": float(i) for i in range(METRICS_KEPT)}
+
+
+def test_the_parameter_server_shows_which_bucket_and_which_server_has_too_much() -> None:
+    served = [
+        ServerLoad(
+            id="ps0", leads=2, backs_up=1, asked_per_s=1700.0, leading=[0, 1], backing=[2],
+            memory_bytes=3_100_000, waiting=2,
+        ),
+        ServerLoad(
+            id="ps1", leads=1, backs_up=1, asked_per_s=300.0, leading=[2], backing=[0],
+            receiving=[1],
+        ),
+        ServerLoad(id="ps2", leads=0, backs_up=0),
+    ]  # fmt: skip
+    tables = TablesStatus(
+        epoch=7, tables=["user"], buckets=4, servers=served, single_buckets=1, lost_buckets=1,
+        bucket_rows_per_s=[1500.0, 200.0, 300.0, 0.0],
+    )  # fmt: skip
+    listed = [ServerStatus(id=one.id, running=True) for one in served]
+    listed[2] = listed[2].model_copy(update={"message": "it is drained"})
+    view = running()
+    assert view.status is not None
+    told = view.status.model_copy(update={"tables": tables, "servers": listed})
+    page = pages.JobPage(replace(view, status=told), History(), AT)
+    found = pages.section("tables", page)
+    text = Page(found).text
+    for part in (
+        "the busiest server is ps0, with 1.70 times the mean",
+        "the hottest bucket is 0, with 3.0 times the mean",
+        "1 bucket is on one server alone", "2 pushes wait for a copy", "1.70 × mean",
+    ):  # fmt: skip
+        assert part in text, part
+    letters = re.findall(r'<b class="\w+" title="[^"]*">(.)</b>', found)
+    assert letters == ["H", "1", "U", "X"]
+    assert (
+        'title="bucket 1: no copy on another server; ps0 leads, copied to ps1; 200 rows/s' in found
+    )
+    cells = {row.count("<td") + row.count("<th") for row in found.split("<tr")[1:]}
+    assert len(cells) == 1, "each row has as many columns"
+    idle = tables.model_copy(update={"servers": [], "buckets": 4096, "bucket_rows_per_s": []})
+    many = replace(view, status=told.model_copy(update={"tables": idle}))
+    assert "title=" not in pages.section("tables", pages.JobPage(many, History(), AT))
