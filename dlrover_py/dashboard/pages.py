@@ -6,6 +6,7 @@ and control characters become visible, so a script, a user or a Pod cannot write
 
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -62,6 +63,19 @@ SECTIONS = (
     "events",
 )
 """The sections of a job's page, in this order. Each is a template, and is replaced on its own."""
+TITLES = {
+    "why": "Why",
+    "rounds": "Rounds",
+    "time": "Time",
+    "nodes": "Nodes",
+    "checkpoints": "Checkpoints",
+    "data": "Data",
+    "tables": "Parameter server",
+    "curves": "Curves",
+    "events": "Events",
+}
+"""The sections to which the top of a job's page has links. The style sheet hides the link to a
+section that has no content."""
 PICTURES = ("rounds", "time", "ranks", "curves")
 """The sections that change with the clock and are large."""
 NODES_PER_PAGE = 100
@@ -275,7 +289,7 @@ class JobPage:
             end = since + unit * math.ceil((end - since) / unit)
         return pictures.Scale(since, max(end, since + 1e-3))
 
-    @property
+    @cached_property
     def time_line(self) -> Markup:
         """The picture of nodes and rounds."""
         status = self.view.status
@@ -303,7 +317,7 @@ class JobPage:
         """The newest rounds, newest first."""
         return self.rounds[: -ROWS_SHOWN - 1 : -1]
 
-    @property
+    @cached_property
     def steps_curve(self) -> Markup:
         """The picture of the steps over time; empty if fewer than two points are known."""
         status = self.view.status
@@ -330,7 +344,7 @@ class JobPage:
                 found.append((name, curve, words))
         return found
 
-    @property
+    @cached_property
     def goodput_curve(self) -> Markup:
         """The picture of the goodput over time; empty if fewer than two values are known.
 
@@ -349,7 +363,7 @@ class JobPage:
         share = None if best is None else min(1.0, max(0.0, best.share))
         return pictures.share_curve(points, self.outages, self.scale, share)
 
-    @property
+    @cached_property
     def goodput_bar(self) -> Markup:
         """The picture that shows where the time went; empty until a step is reported."""
         status = self.view.status
@@ -380,6 +394,8 @@ class JobPage:
         def key(node: NodeStatus) -> tuple[bool, bool, int, tuple[Any, ...]]:
             rank = node.node_rank
             gone = node.phase is NodePhase.GONE
+            if rank is not None and not gone:  # members have a rank each, and there are many
+                return False, False, rank, ()
             return gone, rank is None, rank or 0, (id_key(NodeId(node.id)),)
 
         return sorted(self.view.status.nodes, key=key) if self.view.status is not None else []
@@ -390,7 +406,7 @@ class JobPage:
         known = [1 / n.steps_per_s for n in self.nodes if ranks.trains(n) and n.steps_per_s]
         return median(known) if known else 0.0
 
-    @property
+    @cached_property
     def rank_grid(self) -> Markup:
         """The picture of all nodes by rank; empty without nodes, and once the job has ended."""
         status = self.view.status
@@ -466,10 +482,15 @@ class JobPage:
         return self.nodes[self.nodes_from : self.nodes_from + NODES_PER_PAGE]
 
     @property
+    def has_notes(self) -> bool:
+        """Whether there is a message about a node of this page of the table."""
+        return any(n.message or self.view.pods.get(n.id) for n in self.nodes_shown)
+
+    @property
     def node_counts(self) -> str:
         """The number of nodes in each phase, in words."""
-        counts = {phase: sum(n.phase is phase for n in self.nodes) for phase in NodePhase}
-        return ", ".join(f"{n} {phase.value}" for phase, n in counts.items() if n)
+        counts = Counter(node.phase for node in self.nodes)
+        return ", ".join(f"{counts[p]} {p.value}" for p in NodePhase if p in counts)
 
     @property
     def node_pages(self) -> list[tuple[int, int]]:
@@ -500,7 +521,7 @@ class JobPage:
                 left = duration(max(0, progress.total - progress.step) / progress.steps_per_s)
         last = status.last_checkpoint
         ceiling = status.goodput.ceiling if status.goodput is not None else None
-        best = f", at most {100 * ceiling.share:.1f} % could be reached" if ceiling else ""
+        best = f", at most {100 * ceiling.share:.1f}% could be reached" if ceiling else ""
         restarts = sum(status.restarts.get(cause, 0) for cause in ("failure", "loss"))
         size = f"{status.present} of {status.desired} (at least {status.minimum})"
         facts = [

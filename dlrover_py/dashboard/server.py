@@ -505,7 +505,13 @@ def _routes(
             "runs": runs,
             "here": name if "@" in name else next(iter(runs), ""),
         }
-        values |= {"sections": parts, "csrf": access.csrf, "since": since, "root": "../../"}
+        values |= {
+            "sections": parts,
+            "titles": pages.TITLES,
+            "csrf": access.csrf,
+            "since": since,
+            "root": "../../",
+        }
         return HTMLResponse(pages.render("job.html", page=page, **values))
 
     def titled(section: str, text: str, page: pages.JobPage | None) -> str:

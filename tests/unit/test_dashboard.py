@@ -691,7 +691,7 @@ def test_the_head_says_what_could_be_reached_and_how_old_the_checkpoint_is() -> 
     )
     jobs = OneJob(replace(running(), status=shown))
     page = Browser(jobs).enter().call("GET", "/jobs/demo/").text
-    assert "75.0 %, at most 98.7 % could be reached" in page.replace("75.0%", "75.0 %")
+    assert "75.0%, at most 98.7% could be reached" in page
     assert "ceiling 98.7%, of which 76.0% is reached" in page
     assert "step 3, in memory, 2 min" in page
 
@@ -739,6 +739,8 @@ def test_the_grid_of_any_number_of_nodes_is_small(count: int) -> None:
     grid = pages.section("ranks", pages.JobPage(replace(
         view, status=view.status.model_copy(update={"nodes": nodes})), History(), AT))  # fmt: skip
     assert len(grid) < 100_000
+    page = pages.JobPage(view, History(), AT)
+    assert page.rank_grid is page.rank_grid, "it is made once, though the template names it twice"
     assert 0 < grid.count("title=") <= ranks.CELLS
     assert grid.count(">?</b>") == 2, "one cell, and the legend: the worst mark of its nodes"
 
@@ -1162,3 +1164,27 @@ def test_the_parameter_server_shows_which_bucket_and_which_server_has_too_much()
     idle = tables.model_copy(update={"servers": [], "buckets": 4096, "bucket_rows_per_s": []})
     many = replace(view, status=told.model_copy(update={"tables": idle}))
     assert "title=" not in pages.section("tables", pages.JobPage(many, History(), AT))
+
+
+def test_the_top_of_a_page_leads_to_each_section_that_may_have_content() -> None:
+    text = Browser(OneJob()).enter().call("GET", "/jobs/demo/").text
+    style = (pages.FOLDER / "static" / "style.css").read_text()
+    assert pages.TITLES.keys() < set(pages.SECTIONS)
+    for name, title in pages.TITLES.items():
+        assert f'<li class="to-{name}"><a href="#{name}">{title}</a></li>' in text
+        assert f'<section id="{name}"' in text
+        assert f"main:not(:has(#{name} > h2)) .to-{name}" in style, "none leads to an empty one"
+    assert '<a href="#actions">' in text
+
+
+def test_the_table_of_nodes_has_a_column_for_messages_where_there_are_any() -> None:
+    """The empty column took most of the width, so each step time had four lines."""
+    view = running()
+    assert view.status is not None
+    (node,) = view.status.nodes
+    for message, count in (("lost", 1), ("", 0)):
+        nodes = [node.model_copy(update={"message": message})]
+        status = view.status.model_copy(update={"nodes": nodes})
+        page = pages.JobPage(replace(view, status=status), History(), AT)
+        assert pages.section("nodes", page).count('class="rest"') == count
+        assert pages.section("nodes", page).count(">message</th>") == count
