@@ -289,6 +289,20 @@ def digest_of(*texts: str) -> str:
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 
+def live_part(text: str, key: str = "live") -> tuple[Markup, str]:
+    """Return a part of a page with its digest, which it sends when it asks for a newer one."""
+    digest = digest_of(text)
+    live = pages.render("live.html", text=Markup(text), digest=digest, key=key)
+    return Markup(live), digest
+
+
+def changed_part(request: Request, text: str, key: str = "live") -> Response:
+    """Return a part of a page, or nothing if the page has the same."""
+    live, digest = live_part(text, key)
+    same = request.query_params.get("seen") == digest
+    return Response(status_code=204) if same else HTMLResponse(live)
+
+
 def root_of(request: Request) -> str:
     """Return the relative address of the first page, from the page of a request."""
     scope = request.scope
@@ -453,18 +467,6 @@ def _routes(
         to = f"./jobs/{quote(job, safe='')}/" if job else "./"
         answer = access.enter(token, to, path=path, secure=request.url.scheme == "https")
         return answer or HTMLResponse(pages.render("enter.html", root=""), 401)
-
-    def live_part(text: str, key: str = "live") -> tuple[Markup, str]:
-        """Return a part of a page with its digest, which it sends when it asks for a newer one."""
-        digest = digest_of(text)
-        live = pages.render("live.html", text=Markup(text), digest=digest, key=key)
-        return Markup(live), digest
-
-    def changed_part(request: Request, text: str, key: str = "live") -> Response:
-        """Return a part of a page, or nothing if the page has the same."""
-        live, digest = live_part(text, key)
-        same = request.query_params.get("seen") == digest
-        return Response(status_code=204) if same else HTMLResponse(live)
 
     def live_page(request: Request, template: str, text: str, **values: Any) -> Response:
         """Return a page with a part that asks every few seconds whether it has changed.

@@ -32,6 +32,7 @@ WORDS = "</title><script>a</script><img src=x onx=a>\"'&{{ 7 * 7 }}\x1b[\x00"
 ANN, BOB, OPS, NONE = "token-of-ann", "token-of-bob", "token-of-ops", "token-of-none"
 USERS = {"ann": (ANN, {"a"}), "bob": (BOB, {"b"}), "ops": (OPS, {""}), "none": (NONE, set[str]())}
 HOST = "127.0.0.1:8765"
+OF_ONE = "/jobs/a/one/"
 
 
 def job(namespace: str, name: str, phase: str = "Running", **status: Any) -> Obj:
@@ -77,9 +78,11 @@ class Browser:
     app: ASGIApp
     cookie: str = ""
 
-    async def call(self, method: str, path: str, origin: str = "", **form: str) -> Answer:
+    async def call(
+        self, method: str, path: str, origin: str = "", *, htmx: bool = False, **form: str
+    ) -> Answer:
         sent: list[Message] = []
-        await self.exchange(method, path, sent.append, origin, **form)
+        await self.exchange(method, path, sent.append, origin, htmx=htmx, **form)
         found = {k.decode(): v.decode() for k, v in sent[0]["headers"]}
         body = b"".join(m.get("body", b"") for m in sent[1:]).decode()
         return Answer(sent[0]["status"], found, body)
@@ -90,6 +93,8 @@ class Browser:
         path: str,
         note: Callable[[Message], None],
         origin: str = "",
+        *,
+        htmx: bool = False,
         **form: str,
     ) -> None:
         """Make a call, and note each part of the answer. Without a form it never hangs up."""
@@ -97,6 +102,7 @@ class Browser:
         headers = [(b"host", HOST.encode())]
         headers += [(b"cookie", self.cookie.encode())] if self.cookie else []
         headers += [(b"origin", origin.encode())] if origin else []
+        headers += [(b"hx-request", b"true")] if htmx else []
         scope = {
             "type": "http", "http_version": "1.1", "method": method, "path": path,
             "raw_path": path.encode(), "root_path": "", "scheme": "http", "headers": headers,
@@ -241,7 +247,24 @@ async def test_the_page_of_a_job_shows_the_sections_without_actions(bed: Bed) ->
     assert {v for k, v in page.attributes if k == "href"} == {
         *(f"../../../{rest}" for rest in ("", "hosts", "static/style.css", "static/icon.svg")),
         "#main",
+        *(f"#{name}" for name in (*pages.TITLES, "actions", "runs")),
     }
+
+
+async def test_the_page_of_a_job_gets_its_sections_anew_only_when_they_have_changed(
+    bed: Bed,
+) -> None:
+    viewer = await bed.viewer(ANN)
+    (seen,) = re.findall(r'name="seen" value="(\w+)"', (await viewer.call("GET", OF_ONE)).text)
+    answer = await viewer.call("GET", f"{OF_ONE}?seen={seen}", htmx=True)
+    assert (answer.status, answer.text) == (204, "")
+    bed.cluster.put(ELASTICJOBS, job("a", "one", "Failed"))
+    answer = await viewer.call("GET", f"{OF_ONE}?seen={seen}", htmx=True)
+    assert answer.status == 200
+    assert "Failed" in answer.text
+    assert "<html" not in answer.text
+    bed.clock[0] += viewers.SESSION_S
+    assert (await viewer.call("GET", OF_ONE, htmx=True)).status == 401
 
 
 async def test_the_viewers_name_groups_and_extra_fields_are_asked_about(bed: Bed) -> None:
