@@ -40,6 +40,8 @@ COOKIE = "dlrover-session"
 MAX_FORM_BYTES = 4096
 ACTIONS = ("scale", "suspend", "resume", "restart", "drain", "stacks", "checkpoint")
 """What a page can ask of a job."""
+NODE_ACTIONS = ("drain", "stacks")
+"""What the page of a node can ask for."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'self'; "
     "frame-ancestors 'none'",
@@ -592,6 +594,7 @@ def _routes(
             text,
             page=page,
             node=node,
+            csrf=access.csrf,
             root="../../../../",
             rank=rank,
             ranks=sorted(ranks if rank is None or not ranks else {*ranks, rank}),
@@ -640,14 +643,30 @@ def _routes(
     @found.post("/jobs/{name}/actions/{action}")
     async def act(name: str, action: str, request: Request) -> Response:
         """Do what a form asks for, and say what was done."""
+        return await acted(name, action, request)
+
+    @found.post("/jobs/{name}/nodes/{node}/actions/{action}")
+    async def act_on_node(name: str, node: str, action: str, request: Request) -> Response:
+        """Do what a form of a node's page asks for, and say what was done."""
+        return await acted(name, action, request, node)
+
+    async def acted(name: str, action: str, request: Request, node: str = "") -> Response:
+        """Do what a form asks for, and say what was done.
+
+        Args:
+            name: Name of the job.
+            action: What the form asks for.
+            request: The request.
+            node: Id of the node to whose page the form belongs; empty for the job's page.
+        """
         form = await form_of(request, MAX_FORM_BYTES)
         if form is None:
             return problem(request, "the form is too large", 413)
         if not access.confirmed(form.get("csrf", "")):
             return problem(request, "the form is not of this page: load the page anew", 403)
-        if action not in ACTIONS:
+        if action not in (NODE_ACTIONS if node else ACTIONS):
             return HTMLResponse("", 404)
-        value = form.get("value", "")
+        value = node if action == "drain" and node else form.get("value", "")
         page = await (load(name) if "sure" in form else newest(name))
         question = page.risk(action, value)
         asked = digest_of(question, page.run)
@@ -658,6 +677,7 @@ def _routes(
         done = await asyncio.to_thread(jobs.change, name, action, value)
         return HTMLResponse(pages.render("done.html", message=done, focus="sure" in form))
 
+    @found.get("/jobs/{name}/nodes/{node}/actions/keep")
     @found.get("/jobs/{name}/actions/keep")
     async def keep(name: str) -> Response:
         """Answer who does not confirm an action."""

@@ -1188,3 +1188,25 @@ def test_the_table_of_nodes_has_a_column_for_messages_where_there_are_any() -> N
         page = pages.JobPage(replace(view, status=status), History(), AT)
         assert pages.section("nodes", page).count('class="rest"') == count
         assert pages.section("nodes", page).count(">message</th>") == count
+
+
+def test_a_nodes_page_drains_the_node_and_takes_stacks_and_nothing_else() -> None:
+    jobs = OneJob(running(nodes=2))
+    browser = Browser(jobs).enter()
+    at = "/jobs/demo/nodes/n1/"
+    page = browser.call("GET", at).text
+    assert 'hx-post="actions/drain"' in page
+    csrf = f"csrf={browser.access.csrf}".encode()
+    asked = browser.call("POST", f"{at}actions/drain", csrf + b"&value=n0").text
+    assert "Drain node n1 of demo?" in asked, "whatever the form says"
+    assert jobs.asked == []
+    (sure,) = re.findall(r'name="sure" value="(\w+)"', asked)
+    assert (
+        browser.call("POST", f"{at}actions/drain", csrf + b"&sure=" + sure.encode()).status == 200
+    )
+    assert browser.call("POST", f"{at}actions/stacks", csrf).status == 200
+    assert jobs.asked == [("demo", "drain", "n1"), ("demo", "stacks", "")]
+    assert browser.call("GET", f"{at}actions/keep").status == 200
+    assert browser.call("POST", f"{at}actions/scale", csrf + b"&value=1").status == 404
+    assert browser.call("POST", f"{at}actions/drain").status == 403
+    assert "actions/drain" not in browser.call("GET", "/jobs/demo/nodes/n9/").text, "it is gone"
