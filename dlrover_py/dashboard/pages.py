@@ -505,8 +505,8 @@ class JobPage:
         return [(n * NODES_PER_PAGE, n + 1) for n in sorted({0, *near, last})] if last else []
 
     @property
-    def facts(self) -> list[tuple[str, str]]:
-        """The main numbers, each with its name. Unknown ones are left out."""
+    def facts(self) -> list[tuple[str, str, str]]:
+        """The main numbers, each with its name and a note. Unknown ones are left out."""
         status = self.view.status
         if status is None:
             return []
@@ -521,26 +521,24 @@ class JobPage:
                 left = duration(max(0, progress.total - progress.step) / progress.steps_per_s)
         last = status.last_checkpoint
         ceiling = status.goodput.ceiling if status.goodput is not None else None
-        best = f", at most {100 * ceiling.share:.1f}% could be reached" if ceiling else ""
+        best = f"at most {100 * ceiling.share:.1f}% could be reached" if ceiling else ""
         restarts = sum(status.restarts.get(cause, 0) for cause in ("failure", "loss"))
-        size = f"{status.present} of {status.desired} (at least {status.minimum})"
+        size = "" if status.phase.ended else f"{status.present} of {status.desired}"
+        ran = 0.0 if status.ended_at is None else status.ended_at - status.started_at
+        place = f"in {last.where}, {self.age(last.at)} old" if last else ""
         facts = [
-            ("nodes", "" if status.phase.ended else size),
-            ("workers", str(status.world_size)),
-            ("step", step),
-            ("time left", left),
-            ("goodput", status.goodput_words + best),
-            ("rounds", str(status.round)),
-            ("interruptions", str(restarts)),
-            (
-                "newest checkpoint",
-                f"step {last.step}, in {last.where}, {self.age(last.at)} old" if last else "",
-            ),
-            ("metrics", progress_words(progress).partition(", ")[2]),
+            ("ran for", "" if status.ended_at is None else duration(max(0.0, ran)), ""),
+            ("nodes", size, f"at least {status.minimum}"),
+            ("workers", str(status.world_size), ""),
+            ("step", step, ""),
+            ("time left", left, ""),
+            ("goodput", status.goodput_words, best),
+            ("rounds", str(status.round), ""),
+            ("interruptions", str(restarts), ""),
+            ("newest checkpoint", f"step {last.step}" if last else "", place),
+            ("metrics", progress_words(progress).partition(", ")[2], ""),
         ]
-        if status.ended_at is not None:
-            facts.insert(0, ("ran for", duration(max(0.0, status.ended_at - status.started_at))))
-        return [(name, value) for name, value in facts if value]
+        return [fact for fact in facts if fact[1]]
 
 
 def section(name: str, page: JobPage) -> str:

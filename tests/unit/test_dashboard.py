@@ -691,9 +691,9 @@ def test_the_head_says_what_could_be_reached_and_how_old_the_checkpoint_is() -> 
     )
     jobs = OneJob(replace(running(), status=shown))
     page = Browser(jobs).enter().call("GET", "/jobs/demo/").text
-    assert "75.0%, at most 98.7% could be reached" in page
+    assert "75.0% <small>at most 98.7% could be reached</small>" in page
     assert "ceiling 98.7%, of which 76.0% is reached" in page
-    assert "step 3, in memory, 2 min" in page
+    assert "step 3 <small>in memory, 2 min" in page
 
 
 def test_the_files_of_other_projects_are_those_that_are_named() -> None:
@@ -1210,3 +1210,13 @@ def test_a_nodes_page_drains_the_node_and_takes_stacks_and_nothing_else() -> Non
     assert browser.call("POST", f"{at}actions/scale", csrf + b"&value=1").status == 404
     assert browser.call("POST", f"{at}actions/drain").status == 403
     assert "actions/drain" not in browser.call("GET", "/jobs/demo/nodes/n9/").text, "it is gone"
+
+
+def test_the_last_time_below_a_picture_is_inside_of_it() -> None:
+    """Its last letter was cut off."""
+    scale = pictures.Scale(0.0, 80.0)
+    points = [(0.0, 1.0), (78.0, 2.0)]
+    drawn = str(pictures.value_curve(points, [], scale, "loss"))
+    times = re.findall(r'<text x="([\d.]+)" y="[\d.]+" text-anchor="(\w+)">([^<]*)', drawn)
+    at, anchor, text = max(times, key=lambda one: float(one[0]))
+    assert (float(at), anchor, text) == (pictures.WIDTH, "end", "1.3 min")
