@@ -13,9 +13,6 @@ from starlette.types import ASGIApp, Message
 
 from dlrover_operator import cluster_page, dashboard, viewers
 from dlrover_operator.cluster_page import Filter
-from dlrover_operator.loop import Operator
-from dlrover_operator.manifests import Options
-from dlrover_operator.observed import Key
 from dlrover_operator.settings import Settings
 from dlrover_py.dashboard import pages
 from dlrover_py.kubernetes.client import KubeClient
@@ -23,6 +20,7 @@ from dlrover_py.kubernetes.kinds import ACCESS_REVIEWS, ELASTICJOBS, NAMESPACES,
 from dlrover_py.protocol import names
 from dlrover_py.protocol.status import Training
 from tests.fakes_kube import FakeCluster, fake_cluster
+from tests.operator_pages import SeenJobs
 from tests.unit.test_dashboard import running
 from tests.unit.test_report import Page
 from tests.unit.test_view import hostile
@@ -50,18 +48,6 @@ def job(namespace: str, name: str, phase: str = "Running", **status: Any) -> Obj
         "spec": {},
         "status": {"phase": phase, "training": training | status.pop("training", {})} | status,
     }
-
-
-class Seen(Operator):
-    """An operator that has seen these jobs."""
-
-    def __init__(self, api: KubeClient, jobs: list[Obj]) -> None:
-        super().__init__(api, Options(image="m"))
-        self._seen = jobs
-
-    @property
-    def jobs(self) -> dict[Key, Obj]:
-        return {(o["metadata"]["namespace"], o["metadata"]["name"]): o for o in self._seen}
 
 
 @dataclass
@@ -144,7 +130,7 @@ class Bed:
             space = {"metadata": {"name": one["metadata"]["namespace"]}}
             self.cluster.put(NAMESPACES, space)
             self.cluster.put(ELASTICJOBS, one)
-        seen = Seen(self.kube, self.jobs)
+        seen = SeenJobs(self.kube, self.jobs)
         self.app = dashboard.app(seen, self.kube, lambda: self.clock[0], poll_s=0.001)
 
     async def viewer(self, token: str) -> Browser:
