@@ -51,8 +51,8 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 """Headers of every answer: nothing is loaded from elsewhere, framed, or kept."""
-QUIET = 2
-"""Factor of the pause after a look at a job that has found nothing new."""
+QUIET = 3
+"""Greatest factor of the pause after looks at a job that have found nothing new."""
 PICTURES_S = 5.0
 """Least seconds between two announcements of a picture, which is large."""
 SECTION_BYTES_PER_S = 2048
@@ -165,6 +165,17 @@ class Access:
         return hmac.compare_digest(sent.encode(), self.csrf.encode())
 
 
+def pause_after(pause_s: float, poll_s: float, *, changed: bool) -> float:
+    """Return the pause after a look at a job: longer with each one that has found nothing new.
+
+    Args:
+        pause_s: The pause before it, in seconds.
+        poll_s: The least pause, in seconds.
+        changed: Whether it has found something new.
+    """
+    return poll_s if changed else min(pause_s + poll_s, QUIET * poll_s)
+
+
 Changes = tuple[list[str], str]
 """Names of sections that have changed, and the revision of that change."""
 
@@ -244,6 +255,7 @@ class SectionWatch:
             queue.put_nowait(None)
 
     async def _run(self) -> None:
+        pause_s = self._poll_s
         while True:
             try:
                 self._page = page = await self._load()
@@ -258,7 +270,8 @@ class SectionWatch:
             changed = self._changed(news)
             for queue in self._queues if changed else ():
                 queue.put_nowait((changed, self.revision))
-            await asyncio.sleep(self._poll_s if changed else QUIET * self._poll_s)
+            pause_s = pause_after(pause_s, self._poll_s, changed=bool(changed))
+            await asyncio.sleep(pause_s)
 
     def _render(self, page: pages.JobPage) -> None:
         """Make the sections anew that may be announced now. The others stay as they are."""

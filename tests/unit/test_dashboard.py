@@ -1220,3 +1220,11 @@ def test_the_last_time_below_a_picture_is_inside_of_it() -> None:
     times = re.findall(r'<text x="([\d.]+)" y="[\d.]+" text-anchor="(\w+)">([^<]*)', drawn)
     at, anchor, text = max(times, key=lambda one: float(one[0]))
     assert (float(at), anchor, text) == (pictures.WIDTH, "end", "1.3 min")
+
+
+def test_a_job_that_does_nothing_new_is_looked_at_less_often() -> None:
+    """An open page of such a job took more than half a percent of a core."""
+    pauses = [1.0]
+    for changed in (False, False, False, True, False):
+        pauses.append(server.pause_after(pauses[-1], 1.0, changed=changed))
+    assert pauses == [1.0, 2.0, 3.0, 3.0, 1.0, 2.0]
