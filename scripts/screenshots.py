@@ -2,7 +2,8 @@
 
     python scripts/screenshots.py [FOLDER]
 
-The job trains on simulated hosts. A worker is killed, the job is scaled, and stacks are taken. It
+The job trains on simulated hosts. A worker is killed, the job is scaled, and stacks are taken. The
+operator's pages have the status of this job, and made-up ones, from a small API server. The script
 needs Chromium and the packages of the browser tests, and takes about two minutes. Look at the
 pictures before you commit them: nothing checks what they show.
 """
@@ -16,8 +17,13 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from playwright.sync_api import Page, expect, sync_playwright
+
+from dlrover_py.protocol.hosts import HostFaultKind
+from dlrover_py.protocol.status import HostFault, JobPhase, JobStatus
+from tests.operator_pages import TOKEN, elastic_job, operator_pages
 
 ROOT = Path(__file__).resolve().parents[1]
 DLROVER = str(Path(sys.executable).with_name("dlrover"))
@@ -88,7 +94,7 @@ def main() -> int:
                 browser = play.chromium.launch(executable_path=chromium, args=flags)
                 page = browser.new_page(viewport={"width": WIDTH, "height": 900})
                 expect.set_options(timeout=120_000)
-                take(page, link, folder, dlrover)
+                of_operator(page, take(page, link, folder, dlrover), folder)
                 browser.close()
         finally:
             run.send_signal(signal.SIGINT)
@@ -96,8 +102,18 @@ def main() -> int:
     return 0
 
 
-def take(page: Page, link: str, folder: Path, dlrover: list[str]) -> None:
-    """Drive the job from its page, and take the pictures.
+def status_of(dlrover: list[str]) -> dict[str, Any]:
+    """Return the job's newest status."""
+    described = subprocess.run(
+        [*dlrover, "describe", NAME, "--json"],
+        capture_output=True, check=True,
+    )  # fmt: skip
+    found: dict[str, Any] = json.loads(described.stdout)["status"]
+    return found
+
+
+def take(page: Page, link: str, folder: Path, dlrover: list[str]) -> JobStatus:
+    """Drive the job from its page, take the pictures, and return the last status.
 
     Args:
         page: page of a browser.
@@ -107,11 +123,7 @@ def take(page: Page, link: str, folder: Path, dlrover: list[str]) -> None:
     """
     page.goto(link)
     expect(page.locator("#checkpoints tr")).to_have_count(4)
-    described = subprocess.run(
-        [*dlrover, "describe", NAME, "--json"],
-        capture_output=True, check=True,
-    )  # fmt: skip
-    nodes = json.loads(described.stdout)["status"]["nodes"]
+    nodes = status_of(dlrover)["nodes"]
     os.kill(nodes[1]["pids"][0], signal.SIGKILL)
     expect(page.locator("#rounds svg[role=img]")).to_contain_text("round 2")
     expect(page.locator("#head dt:text('newest checkpoint') + dd")).to_contain_text("step")
@@ -142,6 +154,55 @@ def take(page: Page, link: str, folder: Path, dlrover: list[str]) -> None:
         path=folder / "dashboard-jobs.png", clip={"x": 0, "y": 0, "width": WIDTH, "height": 260}
     )
     page.goto("about:blank")
+    return JobStatus.model_validate(status_of(dlrover))
+
+
+def of_operator(page: Page, running: JobStatus, folder: Path) -> None:
+    """Take the pictures of the operator's pages.
+
+    Args:
+        page: page of a browser.
+        running: status of a job.
+        folder: folder of the pictures.
+    """
+    nodes = [n.model_copy(update={"host": f"gpu-{i + 1}"}) for i, n in enumerate(running.nodes)]
+    fault = HostFault(host="gpu-4", at=running.started_at, kind=HostFaultKind.HARDWARE)
+    running = running.model_copy(update={"nodes": nodes, "host_faults": [fault]})
+    nothing: dict[str, Any] = {"nodes": [], "progress": None, "goodput": None}
+    empty = running.model_copy(update=nothing | {"phase": JobPhase.PENDING})
+    failed = running.model_copy(update={"nodes": [], "phase": JobPhase.FAILED})
+    words = "queue nightly has no room: 8 nodes are asked for, and 5 are free"
+    condition = {"type": "Admitted", "status": "False", "reason": "Waiting", "message": words}
+    over = "node n1 has failed 4 times, and may fail 3 times"
+    ended = {"type": "Failed", "status": "True", "reason": "BackoffLimit", "message": over}
+    jobs = [
+        elastic_job("team-a", NAME, running, badHosts={"hosts": ["gpu-4"], "avoid": ["gpu-4"]}),
+        elastic_job(
+            "team-a", "gpt-large", empty, queue="nightly", reason="Waiting", conditions=[condition]
+        ),
+        elastic_job("team-b", "ranking", failed, reason="BackoffLimit", conditions=[ended]),
+    ]
+    with operator_pages(jobs) as link:
+        page.goto(link + "enter")
+        page.get_by_label("token").fill(TOKEN)
+        page.keyboard.press("Enter")
+        expect(page.locator("tr")).to_have_count(4)
+        picture(page, folder / "operator-jobs.png")
+        page.get_by_role("link", name="Hosts").click()
+        expect(page.locator("h1")).to_have_text("Hosts of the cluster")
+        picture(page, folder / "operator-hosts.png")
+        page.goto("about:blank")
+
+
+def picture(page: Page, path: Path) -> None:
+    """Take a picture of a page down to the end of its table."""
+    end = page.locator("table").bounding_box()
+    assert end is not None
+    page.screenshot(
+        path=path,
+        full_page=True,
+        clip={"x": 0, "y": 0, "width": WIDTH, "height": end["y"] + end["height"] + 24},
+    )
 
 
 if __name__ == "__main__":

@@ -37,8 +37,27 @@ class Gpu:
     lost: bool = False
     uuid: str = ""
     model: str = "NVIDIA H100 80GB HBM3"
+    busy: int | None = None
+    """Percent of the last moment in which a kernel ran."""
+    memory: tuple[int, int] | None = None
+    """Bytes in use, and all bytes."""
     errors: dict[str, int] = field(default_factory=dict)
     """Numbers of the errors that functions raise for it, by their names."""
+
+
+@dataclass
+class Utilization:
+    """The field of ``c_nvmlUtilization_t`` that is read."""
+
+    gpu: int
+
+
+@dataclass
+class Memory:
+    """The fields of ``c_nvmlMemory_t`` that are read."""
+
+    used: int
+    total: int
 
 
 class FakeNvml:
@@ -105,6 +124,13 @@ class FakeNvml:
     def nvmlDeviceGetCurrentClocksEventReasons(self, handle: Gpu) -> int:
         name = "nvmlDeviceGetCurrentClocksEventReasons"
         return self._known(self._asked(name, handle).reasons)
+
+    def nvmlDeviceGetUtilizationRates(self, handle: Gpu) -> Utilization:
+        name = "nvmlDeviceGetUtilizationRates"
+        return Utilization(self._known(self._asked(name, handle).busy))
+
+    def nvmlDeviceGetMemoryInfo(self, handle: Gpu, version: int | None = None) -> Memory:
+        return Memory(*self._known(self._asked("nvmlDeviceGetMemoryInfo", handle).memory))
 
     def nvmlDeviceGetNvLinkState(self, device: Gpu, link: int) -> int:
         if link >= len(self._asked("nvmlDeviceGetNvLinkState", device).links):

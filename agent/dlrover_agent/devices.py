@@ -1,4 +1,5 @@
-"""What NVML says of the job's GPUs on this node: errors since the agent has started, slowed clocks.
+"""What NVML says of the job's GPUs on this node: errors since the agent has started, slowed clocks,
+and how far they are used.
 
 The library is optional (extra ``nvml``), and a broken driver may block a call for ever. So it is
 read in a thread, and the agent never waits for it.
@@ -6,8 +7,10 @@ read in a thread, and the agent never waits for it.
 
 import importlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -20,6 +23,8 @@ PERIOD_S = 10.0
 """Seconds between two readings, at least."""
 DEADLINE_S = 30.0
 """Seconds of one reading after which the driver is reported as one that does not answer."""
+READINGS = 6
+"""Newest readings over which the use of a GPU is averaged. One reading covers a second or less."""
 MAX_EVENTS = 64
 """Most XIDs of one reading."""
 SCRIPT_XIDS = {13: "a kernel of the script", 31: "a wrong address", 43: "a reset after an error"}
@@ -68,6 +73,26 @@ class Reading:
     """What slows its clocks, in words; empty if nothing does."""
     failure: str = ""
     """Why not all of it could be read, in words; empty if it could, or if its kind lacks it."""
+    busy: float | None = None
+    """Share of the last moment in which a kernel ran, from 0 to 1; None if it does not say."""
+    memory: tuple[int, int] | None = None
+    """Bytes of its memory that are in use, and all of them; None if it does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuUse:
+    """How far the GPUs of this node are used, on average over the newest readings."""
+
+    count: int = 0
+    """Number of GPUs that say it."""
+    busy: float = 0.0
+    """Share of the time in which a kernel ran, on average over these GPUs, from 0 to 1."""
+    least_busy: float = 0.0
+    """The same of the GPU that is used least."""
+    memory_bytes: int = 0
+    """Bytes of their memory that are in use, of all GPUs together."""
+    memory_limit: int = 0
+    """Bytes of their memory; 0 if no GPU says it."""
 
 
 class GpuSource(Protocol):
@@ -154,6 +179,8 @@ class _NvmlGpu:
         remapped = self._value(nvml.nvmlDeviceGetRemappedRows, device) or (0, 0, 0, 0)
         reasons = self._value(nvml.nvmlDeviceGetCurrentClocksEventReasons, device) or 0
         slowed = [word for name, word in SLOWED.items() if reasons & getattr(nvml, name)]
+        rates = self._value(nvml.nvmlDeviceGetUtilizationRates, device)
+        memory = self._value(nvml.nvmlDeviceGetMemoryInfo, device)
         return Reading(
             self._index,
             xids,
@@ -163,6 +190,8 @@ class _NvmlGpu:
             self._nvlink(),
             " and ".join(dict.fromkeys(slowed)),
             self._failure,
+            None if rates is None else rates.gpu / 100,
+            None if memory is None else (int(memory.used), int(memory.total)),
         )
 
     def _xids(self) -> tuple[int, ...]:
@@ -229,6 +258,29 @@ def findings(first: Reading, now: Reading, xids: Sequence[int]) -> list[str]:
     return [f"GPU {now.index}: {one}" for one in found]
 
 
+def gpu_use(readings: Iterable[Sequence[Reading]]) -> GpuUse:
+    """Return how far the GPUs of a node are used.
+
+    Args:
+        readings: Readings of all GPUs, oldest first. The memory is that of the last ones.
+    """
+    busy: dict[int, list[float]] = {}
+    newest: Sequence[Reading] = ()
+    for newest in readings:
+        for one in newest:
+            if one.busy is not None:
+                busy.setdefault(one.index, []).append(one.busy)
+    means = [fmean(shares) for shares in busy.values()]
+    memory = [one.memory for one in newest if one.memory is not None]
+    return GpuUse(
+        count=len(means),
+        busy=fmean(means) if means else 0.0,
+        least_busy=min(means, default=0.0),
+        memory_bytes=sum(used for used, _ in memory),
+        memory_limit=sum(total for _, total in memory),
+    )
+
+
 def _completed(reading: Reading, other: Reading) -> Reading:
     """Return a reading; what it does not have is taken from another one of the same GPU."""
     return replace(
@@ -258,6 +310,8 @@ class DeviceMeter:
         """
         self.slowed = 0.0
         """Share of the GPUs whose clocks are slowed by heat, power or a fault, from 0 to 1."""
+        self.use = GpuUse()
+        """How far the GPUs are used."""
         self._open = open_source
         self._clock, self._thread = clock, BackgroundThread("devices")
         self._asked_at: float | None = None
@@ -268,6 +322,8 @@ class DeviceMeter:
         """Newest reading of each GPU."""
         self._xids: dict[int, list[int]] = {}
         """XIDs of each GPU, without repetitions."""
+        self._uses: deque[Sequence[Reading]] = deque(maxlen=READINGS)
+        """The newest readings of all GPUs."""
         self._said, self._over = "", False
 
     def found(self) -> list[LogFinding]:
@@ -305,6 +361,8 @@ class DeviceMeter:
             said += findings(first, newest, xids)
         self._said = "; ".join(said)
         self.slowed = round(sum(bool(r.slowed) for r in readings) / max(1, len(readings)), 2)
+        self._uses.append(readings)
+        self.use = gpu_use(self._uses)
 
 
 def nvml_source(environ: Mapping[str, str]) -> GpuSource | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dlrover_agent import network_counters, tcp_links
-from dlrover_agent.devices import DeviceMeter
+from dlrover_agent.devices import DeviceMeter, GpuUse
 from dlrover_py.process import cgroups
 from dlrover_py.process.blocking import BackgroundThread
 from dlrover_py.protocol.agents import NodeLoad
@@ -48,6 +48,8 @@ class _Reading:
     """Share of the GPUs whose clocks are slowed."""
     network: network_counters.NetworkCounters
     """Errors of the network."""
+    gpus: GpuUse
+    """How far the GPUs are used."""
 
 
 def _load(last: _Reading, new: _Reading) -> NodeLoad:
@@ -59,8 +61,14 @@ def _load(last: _Reading, new: _Reading) -> NodeLoad:
         shares[name] = (new.stalled_us[name] - last.stalled_us[name]) / (1e6 * seconds)
     shares["sending"], peer, speed = tcp_links.busiest(last.links, new.links, seconds)
     shares["clocks"] = new.clocks
+    shares["gpu_busy"], shares["gpu_least_busy"] = new.gpus.busy, new.gpus.least_busy
     rounded = {n: round(min(1.0, max(0.0, share)), 2) for n, share in shares.items()}
-    load = NodeLoad(**rounded)
+    load = NodeLoad(
+        **rounded,
+        gpus=new.gpus.count,
+        gpu_memory_bytes=new.gpus.memory_bytes,
+        gpu_memory_limit=new.gpus.memory_limit,
+    )
     if load.sending:
         load = load.model_copy(update={"peer": peer, "link_bytes_s": int(float(f"{speed:.1e}"))})
     resent, errors = new.network.since(last.network, seconds)
@@ -86,6 +94,8 @@ def _differs(new: NodeLoad, reported: NodeLoad) -> bool:
     least = {
         "memory_bytes": max(1.0, LEAST_CHANGE * new.memory_limit),
         "memory_limit": 1.0,
+        "gpu_memory_bytes": max(1.0, LEAST_CHANGE * new.gpu_memory_limit),
+        "gpu_memory_limit": 1.0,
         "cores": LEAST_CHANGE * max(1.0, new.cores),
         "resent": LEAST_RESENT,
         "network_errors": max(1.0, 0.5 * new.network_errors),
@@ -168,6 +178,7 @@ class LoadMeter:
             self._links(pids),
             self.devices.slowed,
             self._network(),
+            self.devices.use,
         )
         last, self._last = self._last, new
         if last is None or new.at <= last.at:

@@ -1119,7 +1119,7 @@ def dashboard(name: str | None, port: int | None, operator: bool, target: Target
     from dlrover_py.cli import dashboard as pages  # it imports the web framework, which takes time
     from dlrover_py.cli.jobs import Jobs
 
-    jobs = Jobs(namespace=target.namespace, context=target.context, kubeconfig=target.kubeconfig)
+    jobs = Jobs.of_target(target)
     if name is not None:
         jobs.get(name)
     pages.serve(pages.Pages(jobs, name, pages.listening_socket("127.0.0.1", port)))
@@ -1299,7 +1299,7 @@ def checkpoint(name: str | None, timeout: float, target: Target) -> None:
 
     with selected_live_job(target, name) as job:
         name = job.name
-    jobs = Jobs(namespace=target.namespace, context=target.context, kubeconfig=target.kubeconfig)
+    jobs = Jobs.of_target(target)
     try:
         click.echo(view.plain(NamedJob(jobs, name).checkpoint(timeout)))
     except TimeoutError as error:
@@ -1596,7 +1596,9 @@ def selected_job(
         name: name of the job; None for the only one.
         quiet: print nothing.
     """
-    with locate.find_to_read(Settings.from_environment(), target, name) as job:
+    from dlrover_py.cli.jobs import Jobs
+
+    with Jobs.of_target(target).reading(name) as job:
         if not quiet:
             click.echo(f"{job.name} {job.where}", err=True)
         yield job
@@ -1613,6 +1615,8 @@ def selected_live_job(target: Target, name: str | None) -> Iterator[locate.LiveJ
         target: cluster that the flags name.
         name: name of the job; None for the only one.
     """
-    with locate.find_to_change(Settings.from_environment(), target, name) as job:
+    from dlrover_py.cli.jobs import Jobs
+
+    with Jobs.of_target(target).changing(name) as job:
         click.echo(f"{job.name} {job.where}", err=True)
         yield job

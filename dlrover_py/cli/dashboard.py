@@ -22,6 +22,8 @@ PORT = 8765
 """The port of the dashboard where it is free; a link in a browser's history then stays right."""
 RUNS_SHOWN = 20
 """Most runs of a job that its page names."""
+SAMPLES_KEPT, HISTORIES_KEPT = 1000, 50
+"""Most samples of a job of a cluster that are kept while its page is open; most such jobs."""
 STORE_S = 10.0
 """Seconds that a page waits for a checkpoint. A longer write goes on, and is shown."""
 POLL_S, CLUSTER_POLL_S = 1.0, 3.0
@@ -34,6 +36,8 @@ class JobPages:
     def __init__(self, jobs: Jobs) -> None:
         # A page stays open when its job has ended. A job of a cluster may have the same name.
         self._jobs = jobs.of_one_place()
+        self._histories: dict[str, tuple[float, History]] = {}
+        """Of jobs of a cluster, which keeps none: the start of the run, and what was seen of it."""
 
     @property
     def where(self) -> str:
@@ -58,13 +62,24 @@ class JobPages:
         return self._jobs.runs(name)[:RUNS_SHOWN]
 
     def load(self, name: str) -> tuple[JobView, History]:
-        """Return what is known of a job, and its history.
+        """Return what is known of a job, and its history: in a cluster, what was seen of it here.
 
         Raises:
             ConfigError: there is no such job.
             DLRoverError: the job's cluster refuses a call, or does not answer.
         """
-        return NamedJob(self._jobs, name).view_and_history()
+        found, history = NamedJob(self._jobs, name).view_and_history()
+        if not self._jobs.in_cluster or found.status is None:
+            return found, history
+        start = found.status.started_at
+        run, seen = self._histories.pop(name, (start, History(partial=True)))
+        seen = (seen if run == start else History(partial=True)).with_sample(
+            found.status, SAMPLES_KEPT
+        )
+        self._histories[name] = start, seen
+        for oldest in [*self._histories][:-HISTORIES_KEPT]:
+            self._histories.pop(oldest, None)
+        return found, seen
 
     def change(self, name: str, action: str, value: str) -> str:
         """Do what a page asks for; return a sentence about the new state.

@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -81,6 +81,11 @@ class Jobs:
         self._searched: Target | None = self._target
         """Where a job is searched; None for this machine only."""
         self._settings = Settings.from_environment()
+
+    @classmethod
+    def of_target(cls, target: Target) -> Self:
+        """Return the jobs of the place that the flags of a command name."""
+        return cls(namespace=target.namespace, context=target.context, kubeconfig=target.kubeconfig)
 
     def of_one_place(self) -> Self:
         """Return these jobs without those of the other place: none of a cluster, or only those."""
@@ -228,6 +233,31 @@ class Jobs:
         found = runs.stamps(self._settings.state_folder, job)
         return [f"{job}@{stamp}" for stamp in found]
 
+    @contextlib.contextmanager
+    def reading(self, name: str | None) -> Iterator[locate.JobHandle]:
+        """Find a job to read. A connection to a cluster is closed at the end of the block.
+
+        Errors are those of :func:`dlrover_py.cli.locate.find_to_read`.
+
+        Args:
+            name: name of the job; None for the only one.
+        """
+        with locate.find_to_read(self._settings, self._searched, name) as job:
+            yield job
+
+    @contextlib.contextmanager
+    def changing(self, name: str | None) -> Iterator[locate.LiveJobHandle]:
+        """Find a job to change. A connection to a cluster is closed at the end of the block.
+
+        For jobs of this machine, a name that does not run here is looked up in the cluster of the
+        kubeconfig. Errors are those of :func:`dlrover_py.cli.locate.find_to_change`.
+
+        Args:
+            name: name of the job; None for the only one.
+        """
+        with locate.find_to_change(self._settings, self._searched, name) as job:
+            yield job
+
     def read(self, name: str | None, call: Callable[[locate.JobHandle], T]) -> T:
         """Return what a call reads of a job.
 
@@ -237,16 +267,15 @@ class Jobs:
         """
 
         def found() -> T:
-            with locate.find_to_read(self._settings, self._searched, name) as job:
+            with self.reading(name) as job:
                 return call(job)
 
         return _called(found)
 
     def change(self, name: str, call: Callable[[locate.LiveJobHandle], T]) -> T:
-        """Return the answer of a call that changes a job.
+        """Return the answer of a call that changes a job, which :meth:`changing` finds.
 
-        For jobs of this machine, a name that does not run here is looked up in the cluster of the
-        kubeconfig. A job of a cluster may have ended; then it can only be deleted.
+        A job of a cluster may have ended; then it can only be deleted.
 
         Raises:
             ConfigError: there is no such job, or it cannot be changed in this way.
@@ -254,7 +283,7 @@ class Jobs:
         """
 
         def found() -> T:
-            with locate.find_to_change(self._settings, self._searched, name) as job:
+            with self.changing(name) as job:
                 return call(job)
 
         return _called(found)

@@ -10,6 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from dlrover_py.protocol.errors import ConfigError, DLRoverError
+from dlrover_py.protocol.job_view import load_shares
 from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.status import MAX_LISTED_BUCKETS, JobStatus, TablesStatus
 from dlrover_py.protocol.words import counted, plain
@@ -40,20 +41,6 @@ class BucketMove:
 def leaving_servers(status: JobStatus) -> set[str]:
     """Return the servers of a job that are to leave."""
     return {one.id for one in status.servers if one.message}
-
-
-def load_shares(tables: TablesStatus, leaving: Collection[str] = ()) -> dict[str, float]:
-    """Return the load of each server as a multiple of the mean; empty if nothing was measured.
-
-    Args:
-        tables: The tables.
-        leaving: Servers that are to leave. The mean is that of all others, as for the planner.
-    """
-    staying = [one.asked_per_s for one in tables.servers if one.id not in leaving]
-    total = sum(staying)
-    if not total:
-        return {}
-    return {one.id: one.asked_per_s * len(staying) / total for one in tables.servers}
 
 
 def numbers(buckets: Sequence[int]) -> str:

@@ -268,6 +268,7 @@ def nodes_table(
     domains = any(node.domain for node in nodes)
     measured = any(node.memory_limit for node in nodes)
     loses = any(node.network_words for node in nodes)
+    gpus = any(node.gpus for node in nodes)
     shown, notes = [], []
     for node in nodes:
         gone = node.phase is NodePhase.GONE
@@ -286,6 +287,7 @@ def nodes_table(
             "STEP": "" if node.step is None or gone else str(node.step),
             **({"CPUS": node.cores_words, "MEMORY": node.memory_words} if measured else {}),
             **({"NETWORK": node.network_words} if loses else {}),
+            **({"GPUS": node.gpu_words} if gpus else {}),
             "RESTARTS": str(node.restarts) if node.restarts else "",
             **({"POD": pods.get(node.id, "-")} if pods else {}),
             "": node.message,

@@ -6,6 +6,7 @@ and control characters become visible, so a script, a user or a Pod cannot write
 
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -18,12 +19,13 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from dlrover_py import __version__
-from dlrover_py.dashboard import curves, pictures, ranks, timeline
+from dlrover_py.dashboard import buckets, curves, pictures, ranks, timeline
 from dlrover_py.protocol.job_view import (
     JobView,
     causal_chain,
     ceiling_line,
     dataset_line,
+    load_shares,
     problem_line,
     progress_words,
     stream_line,
@@ -61,6 +63,19 @@ SECTIONS = (
     "events",
 )
 """The sections of a job's page, in this order. Each is a template, and is replaced on its own."""
+TITLES = {
+    "why": "Why",
+    "rounds": "Rounds",
+    "time": "Time",
+    "nodes": "Nodes",
+    "checkpoints": "Checkpoints",
+    "data": "Data",
+    "tables": "Parameter server",
+    "curves": "Curves",
+    "events": "Events",
+}
+"""The sections to which the top of a job's page has links. The style sheet hides the link to a
+section that has no content."""
 PICTURES = ("rounds", "time", "ranks", "curves")
 """The sections that change with the clock and are large."""
 NODES_PER_PAGE = 100
@@ -203,6 +218,32 @@ class JobPage:
         tables = self.view.status.tables if self.view.status is not None else None
         return {one.id: one for one in tables.servers} if tables is not None else {}
 
+    @property
+    def load_shares(self) -> dict[str, float]:
+        """The load of each server as a multiple of the mean."""
+        status = self.view.status
+        tables = status.tables if status is not None else None
+        return load_shares(tables, self._leaving) if tables is not None else {}
+
+    @property
+    def tables_state(self) -> list[str]:
+        """What is uneven, at risk or late at the servers, in words."""
+        status = self.view.status
+        tables = status.tables if status is not None else None
+        return buckets.state_words(tables, self._leaving) if tables is not None else []
+
+    @property
+    def _leaving(self) -> set[str]:
+        """The servers that are to leave."""
+        status = self.view.status
+        return {one.id for one in status.servers if one.message} if status is not None else set()
+
+    @property
+    def bucket_grid(self) -> Markup:
+        """The picture of the buckets of a parameter server; empty if they are not known."""
+        tables = self.view.status.tables if self.view.status is not None else None
+        return buckets.grid(tables) if tables is not None else Markup("")
+
     @cached_property
     def outages(self) -> list[timeline.Outage]:
         """What interrupted the training, oldest first."""
@@ -248,7 +289,7 @@ class JobPage:
             end = since + unit * math.ceil((end - since) / unit)
         return pictures.Scale(since, max(end, since + 1e-3))
 
-    @property
+    @cached_property
     def time_line(self) -> Markup:
         """The picture of nodes and rounds."""
         status = self.view.status
@@ -276,7 +317,7 @@ class JobPage:
         """The newest rounds, newest first."""
         return self.rounds[: -ROWS_SHOWN - 1 : -1]
 
-    @property
+    @cached_property
     def steps_curve(self) -> Markup:
         """The picture of the steps over time; empty if fewer than two points are known."""
         status = self.view.status
@@ -303,7 +344,7 @@ class JobPage:
                 found.append((name, curve, words))
         return found
 
-    @property
+    @cached_property
     def goodput_curve(self) -> Markup:
         """The picture of the goodput over time; empty if fewer than two values are known.
 
@@ -322,7 +363,7 @@ class JobPage:
         share = None if best is None else min(1.0, max(0.0, best.share))
         return pictures.share_curve(points, self.outages, self.scale, share)
 
-    @property
+    @cached_property
     def goodput_bar(self) -> Markup:
         """The picture that shows where the time went; empty until a step is reported."""
         status = self.view.status
@@ -353,6 +394,8 @@ class JobPage:
         def key(node: NodeStatus) -> tuple[bool, bool, int, tuple[Any, ...]]:
             rank = node.node_rank
             gone = node.phase is NodePhase.GONE
+            if rank is not None and not gone:  # members have a rank each, and there are many
+                return False, False, rank, ()
             return gone, rank is None, rank or 0, (id_key(NodeId(node.id)),)
 
         return sorted(self.view.status.nodes, key=key) if self.view.status is not None else []
@@ -363,7 +406,7 @@ class JobPage:
         known = [1 / n.steps_per_s for n in self.nodes if ranks.trains(n) and n.steps_per_s]
         return median(known) if known else 0.0
 
-    @property
+    @cached_property
     def rank_grid(self) -> Markup:
         """The picture of all nodes by rank; empty without nodes, and once the job has ended."""
         status = self.view.status
@@ -375,6 +418,11 @@ class JobPage:
     def measured(self) -> bool:
         """Whether it is known of some node what it uses of its CPUs and its memory."""
         return any(node.memory_limit for node in self.nodes)
+
+    @cached_property
+    def has_gpus(self) -> bool:
+        """Whether it is known of some node how far its GPUs are used."""
+        return any(node.gpus or node.gpu_memory_limit for node in self.nodes)
 
     def data_wait(self, node: NodeStatus) -> str:
         """Return the share of its time that a node waits for data; empty if not known, or small."""
@@ -434,10 +482,15 @@ class JobPage:
         return self.nodes[self.nodes_from : self.nodes_from + NODES_PER_PAGE]
 
     @property
+    def has_notes(self) -> bool:
+        """Whether there is a message about a node of this page of the table."""
+        return any(n.message or self.view.pods.get(n.id) for n in self.nodes_shown)
+
+    @property
     def node_counts(self) -> str:
         """The number of nodes in each phase, in words."""
-        counts = {phase: sum(n.phase is phase for n in self.nodes) for phase in NodePhase}
-        return ", ".join(f"{n} {phase.value}" for phase, n in counts.items() if n)
+        counts = Counter(node.phase for node in self.nodes)
+        return ", ".join(f"{counts[p]} {p.value}" for p in NodePhase if p in counts)
 
     @property
     def node_pages(self) -> list[tuple[int, int]]:
@@ -452,8 +505,8 @@ class JobPage:
         return [(n * NODES_PER_PAGE, n + 1) for n in sorted({0, *near, last})] if last else []
 
     @property
-    def facts(self) -> list[tuple[str, str]]:
-        """The main numbers, each with its name. Unknown ones are left out."""
+    def facts(self) -> list[tuple[str, str, str]]:
+        """The main numbers, each with its name and a note. Unknown ones are left out."""
         status = self.view.status
         if status is None:
             return []
@@ -468,26 +521,24 @@ class JobPage:
                 left = duration(max(0, progress.total - progress.step) / progress.steps_per_s)
         last = status.last_checkpoint
         ceiling = status.goodput.ceiling if status.goodput is not None else None
-        best = f", at most {100 * ceiling.share:.1f} % could be reached" if ceiling else ""
+        best = f"at most {100 * ceiling.share:.1f}% could be reached" if ceiling else ""
         restarts = sum(status.restarts.get(cause, 0) for cause in ("failure", "loss"))
-        size = f"{status.present} of {status.desired} (at least {status.minimum})"
+        size = "" if status.phase.ended else f"{status.present} of {status.desired}"
+        ran = 0.0 if status.ended_at is None else status.ended_at - status.started_at
+        place = f"in {last.where}, {self.age(last.at)} old" if last else ""
         facts = [
-            ("nodes", "" if status.phase.ended else size),
-            ("workers", str(status.world_size)),
-            ("step", step),
-            ("time left", left),
-            ("goodput", status.goodput_words + best),
-            ("rounds", str(status.round)),
-            ("interruptions", str(restarts)),
-            (
-                "newest checkpoint",
-                f"step {last.step}, in {last.where}, {self.age(last.at)} old" if last else "",
-            ),
-            ("metrics", progress_words(progress).partition(", ")[2]),
+            ("ran for", "" if status.ended_at is None else duration(max(0.0, ran)), ""),
+            ("nodes", size, f"at least {status.minimum}"),
+            ("workers", str(status.world_size), ""),
+            ("step", step, ""),
+            ("time left", left, ""),
+            ("goodput", status.goodput_words, best),
+            ("rounds", str(status.round), ""),
+            ("interruptions", str(restarts), ""),
+            ("newest checkpoint", f"step {last.step}" if last else "", place),
+            ("metrics", progress_words(progress).partition(", ")[2], ""),
         ]
-        if status.ended_at is not None:
-            facts.insert(0, ("ran for", duration(max(0.0, status.ended_at - status.started_at))))
-        return [(name, value) for name, value in facts if value]
+        return [fact for fact in facts if fact[1]]
 
 
 def section(name: str, page: JobPage) -> str:

@@ -92,7 +92,9 @@ def _grid(scale: Scale, top: float, bottom: float) -> Iterator[str]:
     """Yield the vertical lines of the time axis."""
     for x, text in scale.ticks():
         yield f'<line x1="{x}" y1="{top}" x2="{x}" y2="{bottom}" stroke="var(--line)"/>'
-        yield f'<text x="{x}" y="{bottom + 16}" text-anchor="middle">{escaped(text)}</text>'
+        anchor = "end" if x > WIDTH - RIGHT - 1 else "middle"  # the last one was cut off
+        at = WIDTH if anchor == "end" else x
+        yield f'<text x="{at}" y="{bottom + 16}" text-anchor="{anchor}">{escaped(text)}</text>'
 
 
 def _bands(found: Sequence[Outage], scale: Scale, top: float, bottom: float) -> Iterator[str]:

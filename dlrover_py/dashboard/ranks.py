@@ -1,4 +1,4 @@
-"""The grid of all nodes by rank: a letter and a color for the state of each. Pure."""
+"""Grids of many like things, such as all nodes by rank: a letter and a color for each. Pure."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ SLOW = 1.2
 """A node is slow if its step takes this many times the median, or more."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # marks are compared 100,000 times for a page
 class Mark:
-    """How a cell shows the state of a node."""
+    """How a cell shows the state of a node. Each is equal to itself alone."""
 
     letter: str
     color: str
@@ -75,10 +75,41 @@ def step_time(node: NodeStatus, median_s: float) -> str:
     return duration(1 / node.steps_per_s) + ratio
 
 
-def grid(nodes: Sequence[NodeStatus], median_s: float) -> Markup:
-    """Return the grid, with a legend that says how many nodes have which mark.
+def cell(mark: Mark, words: str) -> str:
+    """Return a cell of a grid as HTML, with its words as title."""
+    return f'<b class="{mark.color}" title="{escape(plain(words))}">{mark.letter}</b>'
+
+
+def with_legend(
+    title: str, noun: str, cells: Sequence[str], marks: Sequence[Mark], order: Sequence[Mark]
+) -> Markup:
+    """Return a grid, with a legend that says how many things have which mark.
 
     To a screen reader the grid is one picture whose name is the legend.
+
+    Args:
+        title: what the grid shows.
+        noun: name of one thing, such as ``node``.
+        cells: all cells.
+        marks: mark of each thing.
+        order: all marks, the worst first.
+    """
+    counts = Counter(marks)
+    legend = [(mark, f"{counted(counts[mark], noun)}: {mark.words}") for mark in counts]
+    legend.sort(key=lambda item: -order.index(item[0]))
+    label = escape("; ".join(words for _, words in legend))
+    rows = "".join(
+        f'<li><b class="{mark.color}">{mark.letter}</b> {escape(words)}</li>'
+        for mark, words in legend
+    )
+    return Markup(
+        f'<div class="ranks" role="img" aria-label="{title}. {label}">{"".join(cells)}</div>'
+        f'<ul class="ranks legend">{rows}</ul>'
+    )
+
+
+def grid(nodes: Sequence[NodeStatus], median_s: float) -> Markup:
+    """Return the grid of all nodes by rank.
 
     Args:
         nodes: nodes in the order of the cells; at least one.
@@ -86,27 +117,18 @@ def grid(nodes: Sequence[NodeStatus], median_s: float) -> Markup:
     """
     marks = [mark_of(node, median_s) for node in nodes]
     each = -(-len(nodes) // CELLS)
+    badness = {mark: i for i, mark in enumerate(MARKS)}
     cells = []
     for at in range(0, len(nodes), each):
-        mark = min(marks[at : at + each], key=MARKS.index)
+        mark = min(marks[at : at + each], key=badness.__getitem__)
         first, last = nodes[at], nodes[min(at + each, len(nodes)) - 1]
         words = first.id if each == 1 else f"{first.id} to {last.id}"
         if first.node_rank is not None:
             words += f", rank {first.node_rank}" if each == 1 else f", from rank {first.node_rank}"
         if each == 1 and mark is LAGS:
             words += f", {step_time(first, median_s)}"
-        words = escape(plain(f"{words}: {mark.words}"))
-        cells.append(f'<b class="{mark.color}" title="{words}">{mark.letter}</b>')
-    counts = Counter(marks)
-    legend = [(mark, f"{counted(counts[mark], 'node')}: {mark.words}") for mark in counts]
-    legend.sort(key=lambda item: -MARKS.index(item[0]))
-    label = escape("; ".join(words for _, words in legend))
-    rows = "".join(
-        f'<li><b class="{mark.color}">{mark.letter}</b> {escape(words)}</li>'
-        for mark, words in legend
-    )
+        if each == 1 and first.gpus:
+            words += f", GPUs busy {first.gpu_words}"
+        cells.append(cell(mark, f"{words}: {mark.words}"))
     more = f"<p>Each cell stands for {each} nodes, and has the worst mark.</p>" if each > 1 else ""
-    return Markup(
-        f'<div class="ranks" role="img" aria-label="Nodes by rank. {label}">{"".join(cells)}</div>'
-        f'<ul class="ranks legend">{rows}</ul>{more}'
-    )
+    return with_legend("Nodes by rank", "node", cells, marks, MARKS) + Markup(more)

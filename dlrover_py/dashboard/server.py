@@ -40,6 +40,8 @@ COOKIE = "dlrover-session"
 MAX_FORM_BYTES = 4096
 ACTIONS = ("scale", "suspend", "resume", "restart", "drain", "stacks", "checkpoint")
 """What a page can ask of a job."""
+NODE_ACTIONS = ("drain", "stacks")
+"""What the page of a node can ask for."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'self'; "
     "frame-ancestors 'none'",
@@ -49,8 +51,8 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 """Headers of every answer: nothing is loaded from elsewhere, framed, or kept."""
-QUIET = 2
-"""Factor of the pause after a look at a job that has found nothing new."""
+QUIET = 3
+"""Greatest factor of the pause after looks at a job that have found nothing new."""
 PICTURES_S = 5.0
 """Least seconds between two announcements of a picture, which is large."""
 SECTION_BYTES_PER_S = 2048
@@ -163,6 +165,17 @@ class Access:
         return hmac.compare_digest(sent.encode(), self.csrf.encode())
 
 
+def pause_after(pause_s: float, poll_s: float, *, changed: bool) -> float:
+    """Return the pause after a look at a job: longer with each one that has found nothing new.
+
+    Args:
+        pause_s: The pause before it, in seconds.
+        poll_s: The least pause, in seconds.
+        changed: Whether it has found something new.
+    """
+    return poll_s if changed else min(pause_s + poll_s, QUIET * poll_s)
+
+
 Changes = tuple[list[str], str]
 """Names of sections that have changed, and the revision of that change."""
 
@@ -242,6 +255,7 @@ class SectionWatch:
             queue.put_nowait(None)
 
     async def _run(self) -> None:
+        pause_s = self._poll_s
         while True:
             try:
                 self._page = page = await self._load()
@@ -256,7 +270,8 @@ class SectionWatch:
             changed = self._changed(news)
             for queue in self._queues if changed else ():
                 queue.put_nowait((changed, self.revision))
-            await asyncio.sleep(self._poll_s if changed else QUIET * self._poll_s)
+            pause_s = pause_after(pause_s, self._poll_s, changed=bool(changed))
+            await asyncio.sleep(pause_s)
 
     def _render(self, page: pages.JobPage) -> None:
         """Make the sections anew that may be announced now. The others stay as they are."""
@@ -287,6 +302,20 @@ class SectionWatch:
 def digest_of(*texts: str) -> str:
     """Return a few characters that are others for other texts."""
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+
+
+def live_part(text: str, key: str = "live") -> tuple[Markup, str]:
+    """Return a part of a page with its digest, which it sends when it asks for a newer one."""
+    digest = digest_of(text)
+    live = pages.render("live.html", text=Markup(text), digest=digest, key=key)
+    return Markup(live), digest
+
+
+def changed_part(request: Request, text: str, key: str = "live") -> Response:
+    """Return a part of a page, or nothing if the page has the same."""
+    live, digest = live_part(text, key)
+    same = request.query_params.get("seen") == digest
+    return Response(status_code=204) if same else HTMLResponse(live)
 
 
 def root_of(request: Request) -> str:
@@ -454,18 +483,6 @@ def _routes(
         answer = access.enter(token, to, path=path, secure=request.url.scheme == "https")
         return answer or HTMLResponse(pages.render("enter.html", root=""), 401)
 
-    def live_part(text: str, key: str = "live") -> tuple[Markup, str]:
-        """Return a part of a page with its digest, which it sends when it asks for a newer one."""
-        digest = digest_of(text)
-        live = pages.render("live.html", text=Markup(text), digest=digest, key=key)
-        return Markup(live), digest
-
-    def changed_part(request: Request, text: str, key: str = "live") -> Response:
-        """Return a part of a page, or nothing if the page has the same."""
-        live, digest = live_part(text, key)
-        same = request.query_params.get("seen") == digest
-        return Response(status_code=204) if same else HTMLResponse(live)
-
     def live_page(request: Request, template: str, text: str, **values: Any) -> Response:
         """Return a page with a part that asks every few seconds whether it has changed.
 
@@ -505,7 +522,13 @@ def _routes(
             "runs": runs,
             "here": name if "@" in name else next(iter(runs), ""),
         }
-        values |= {"sections": parts, "csrf": access.csrf, "since": since, "root": "../../"}
+        values |= {
+            "sections": parts,
+            "titles": pages.TITLES,
+            "csrf": access.csrf,
+            "since": since,
+            "root": "../../",
+        }
         return HTMLResponse(pages.render("job.html", page=page, **values))
 
     def titled(section: str, text: str, page: pages.JobPage | None) -> str:
@@ -584,6 +607,7 @@ def _routes(
             text,
             page=page,
             node=node,
+            csrf=access.csrf,
             root="../../../../",
             rank=rank,
             ranks=sorted(ranks if rank is None or not ranks else {*ranks, rank}),
@@ -632,14 +656,30 @@ def _routes(
     @found.post("/jobs/{name}/actions/{action}")
     async def act(name: str, action: str, request: Request) -> Response:
         """Do what a form asks for, and say what was done."""
+        return await acted(name, action, request)
+
+    @found.post("/jobs/{name}/nodes/{node}/actions/{action}")
+    async def act_on_node(name: str, node: str, action: str, request: Request) -> Response:
+        """Do what a form of a node's page asks for, and say what was done."""
+        return await acted(name, action, request, node)
+
+    async def acted(name: str, action: str, request: Request, node: str = "") -> Response:
+        """Do what a form asks for, and say what was done.
+
+        Args:
+            name: Name of the job.
+            action: What the form asks for.
+            request: The request.
+            node: Id of the node to whose page the form belongs; empty for the job's page.
+        """
         form = await form_of(request, MAX_FORM_BYTES)
         if form is None:
             return problem(request, "the form is too large", 413)
         if not access.confirmed(form.get("csrf", "")):
             return problem(request, "the form is not of this page: load the page anew", 403)
-        if action not in ACTIONS:
+        if action not in (NODE_ACTIONS if node else ACTIONS):
             return HTMLResponse("", 404)
-        value = form.get("value", "")
+        value = node if action == "drain" and node else form.get("value", "")
         page = await (load(name) if "sure" in form else newest(name))
         question = page.risk(action, value)
         asked = digest_of(question, page.run)
@@ -650,6 +690,7 @@ def _routes(
         done = await asyncio.to_thread(jobs.change, name, action, value)
         return HTMLResponse(pages.render("done.html", message=done, focus="sure" in form))
 
+    @found.get("/jobs/{name}/nodes/{node}/actions/keep")
     @found.get("/jobs/{name}/actions/keep")
     async def keep(name: str) -> Response:
         """Answer who does not confirm an action."""

@@ -3,6 +3,7 @@
 All functions are pure. Times are Unix seconds.
 """
 
+import math
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -339,14 +340,15 @@ def samples(
 ) -> list[ProgressSample]:
     """Return how far the training was at known times, oldest first; empty if nothing is known.
 
-    Without a history, the steps come from the messages of events.
+    Before the history begins, the steps come from the messages of events.
 
     Args:
-        history: samples that this machine has kept; it may be empty.
+        history: samples that were kept; it may be empty.
         status: status of the job.
         events: events of the job, which name some steps.
     """
     found = list(history.samples)
+    begins = found[0].at if found else math.inf
     for event in events:
         first = re.match(r"first step of round (\d+) is (\d+)", event.message)
         stored = re.match(r"the checkpoint of step (\d+) was stored", event.message)
@@ -359,7 +361,7 @@ def samples(
             found.append(
                 ProgressSample(at=event.at, step=int(first[2]), round=int(first[1]), nodes=nodes)
             )
-        elif stored and not history.samples:  # the step was reached a little earlier
+        elif stored and event.at < begins:  # the step was reached a little earlier
             number = event.round or status.round
             found.append(
                 ProgressSample(at=event.at, step=int(stored[1]), round=number, nodes=nodes)

@@ -10,7 +10,7 @@ import hashlib
 import hmac
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Path, Query, Request, Response
@@ -50,7 +50,14 @@ from dlrover_py.protocol.job_view import problems
 from dlrover_py.protocol.names import MAX_COUNT, NODE_ID, NodeId, Round, Step, Timeline
 from dlrover_py.protocol.reasons import ConditionType, EventReason
 from dlrover_py.protocol.shards import NodeShardRequest, ShardAnswer
-from dlrover_py.protocol.status import JobPhase, JobStatus, TablesStatus, TimeBucket
+from dlrover_py.protocol.status import (
+    JobPhase,
+    JobStatus,
+    NodePhase,
+    NodeStatus,
+    TablesStatus,
+    TimeBucket,
+)
 
 log = logging.getLogger("master.server")
 
@@ -458,6 +465,7 @@ def job_metrics(status: JobStatus) -> Iterator[Metric]:
     yield _count("dlrover_checkpoints_stored", help_text, status.checkpoints_stored)
     help_text = "Attempts to write a checkpoint to storage that failed."
     yield _count("dlrover_checkpoint_failures", help_text, status.checkpoint_failures)
+    yield from _gpu_metrics(status.nodes)
     if status.tables is not None:
         yield from _table_metrics(status.tables)
     failures = CounterMetricFamily(
@@ -508,6 +516,24 @@ def _rested_s(status: JobStatus, since: float) -> float:
     if begun is not None:
         rested_s += max(0.0, status.published_at - max(begun, since))
     return rested_s
+
+
+def _gpu_metrics(nodes: Sequence[NodeStatus]) -> Iterator[Metric]:
+    """Yield how far the GPUs of all nodes are used; nothing where no node says it."""
+    live = [node for node in nodes if node.phase is NodePhase.LIVE]
+    gpus = sum(node.gpus for node in live)
+    if gpus:
+        help_text = "Share of the last minute in which the GPUs of the job ran a kernel."
+        busy = sum(node.gpus * node.gpu_busy for node in live) / gpus
+        yield _gauge("dlrover_gpu_busy_ratio", help_text, busy)
+        help_text = "The same of the GPU that is used least."
+        least = min(node.gpu_least_busy for node in live if node.gpus)
+        yield _gauge("dlrover_gpu_least_busy_ratio", help_text, least)
+    memory = sum(node.gpu_memory_limit for node in live)
+    if memory:
+        used = sum(node.gpu_memory_bytes for node in live)
+        help_text = "Part of the memory of the job's GPUs that is in use."
+        yield _gauge("dlrover_gpu_memory_ratio", help_text, used / memory)
 
 
 def _table_metrics(tables: TablesStatus) -> Iterator[Metric]:

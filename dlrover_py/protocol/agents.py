@@ -480,7 +480,7 @@ class LoaderState(Wire):
 class NodeLoad(Wire):
     """What the processes of a node use, and how far they lack CPU, memory and storage.
 
-    What they use is known only in a container with a memory limit.
+    CPUs and memory in use are known only in a container with a memory limit.
     """
 
     memory_bytes: Count = 0
@@ -502,6 +502,16 @@ class NodeLoad(Wire):
     it had data that was not acknowledged, and the receiver had room."""
     clocks: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of its GPUs whose clocks are slowed by heat, power or a fault (NVML)."""
+    gpus: Count = 0
+    """Number of GPUs that say how far they are used (NVML)."""
+    gpu_busy: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the last minute in which these GPUs ran a kernel, on average over them."""
+    gpu_least_busy: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """The same of the GPU that is used least."""
+    gpu_memory_bytes: Count = 0
+    """Memory of its GPUs that is in use, in bytes."""
+    gpu_memory_limit: Count = 0
+    """Memory of its GPUs in bytes; 0 if that is not known."""
     peer: Annotated[str, StringConstraints(max_length=64), cut(64)] = ""
     """IP address of the other end of that connection; empty without one."""
     link_bytes_s: Count = 0

@@ -3,7 +3,7 @@
 All functions are pure.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypedDict
 
@@ -218,6 +218,20 @@ def tables_words(tables: TablesStatus) -> str:
     if tables.lost_buckets:
         line += f"; the rows of {counted(tables.lost_buckets, 'bucket')} are lost: ps.restore()"
     return line
+
+
+def load_shares(tables: TablesStatus, leaving: Collection[str] = ()) -> dict[str, float]:
+    """Return the load of each server as a multiple of the mean; empty if nothing was measured.
+
+    Args:
+        tables: The tables of a parameter server.
+        leaving: Servers that are to leave. The mean is that of all others, as for the planner.
+    """
+    staying = [one.asked_per_s for one in tables.servers if one.id not in leaving]
+    total = sum(staying)
+    if not total:
+        return {}
+    return {one.id: one.asked_per_s * len(staying) / total for one in tables.servers}
 
 
 def ceiling_line(goodput: GoodputStatus) -> str:

@@ -151,6 +151,8 @@ class History(_LocalModel):
 
     samples: list[ProgressSample] = Field(default_factory=list)
     """The samples, oldest first."""
+    partial: bool = False
+    """True if it began later than the job, because nobody had looked before."""
 
     def with_sample(self, status: JobStatus, most: int) -> "History":
         """Return this history with a sample of a status, or itself if the status shows no new step.
@@ -181,7 +183,7 @@ class History(_LocalModel):
         samples = [*self.samples, new]
         if len(samples) > most:
             samples = [*samples[:-1:2], new]
-        return History(samples=samples)
+        return self.model_copy(update={"samples": samples})
 
 
 class Snapshot(_LocalModel):

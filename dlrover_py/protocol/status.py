@@ -235,6 +235,16 @@ class NodeStatus(_StatusModel):
     """Packets a second that its network interfaces have lost or found damaged."""
     cores: float = 0.0
     """Number of CPUs that its processes use."""
+    gpus: int = 0
+    """Number of its GPUs that say how far they are used."""
+    gpu_busy: float = 0.0
+    """Share of the last minute in which these GPUs ran a kernel, from 0 to 1: their average."""
+    gpu_least_busy: float = 0.0
+    """The same of the GPU that is used least."""
+    gpu_memory_bytes: int = 0
+    """Memory of its GPUs that is in use, in bytes."""
+    gpu_memory_limit: int = 0
+    """Memory of its GPUs in bytes; 0 if that is not known."""
     restarts: int = 0
     """Failures of its workers that count against ``restartCount``."""
     relaunches: int = 0
@@ -260,6 +270,26 @@ class NodeStatus(_StatusModel):
     def cores_words(self) -> str:
         """The number of CPUs that it uses, such as ``7.5``; empty if that is not known, or 0."""
         return f"{self.cores:.1f}" if self.cores else ""
+
+    @property
+    def gpu_words(self) -> str:
+        """How busy its GPUs are, such as ``93 % of 8, the least 12 %``; empty if unknown.
+
+        The GPU that is used least is left out if it is as busy as the others.
+        """
+        if not self.gpus:
+            return ""
+        least = ""
+        if self.gpu_busy - self.gpu_least_busy >= 0.1:
+            least = f", the least {100 * self.gpu_least_busy:.0f} %"
+        return f"{100 * self.gpu_busy:.0f} % of {self.gpus}{least}"
+
+    @property
+    def gpu_memory_words(self) -> str:
+        """The memory of its GPUs in use, such as ``512 GB of 640 GB``; empty if unknown."""
+        if not self.gpu_memory_limit:
+            return ""
+        return f"{byte_size(self.gpu_memory_bytes)} of {byte_size(self.gpu_memory_limit)}"
 
 
 class Failure(_StatusModel):

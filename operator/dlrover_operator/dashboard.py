@@ -24,7 +24,15 @@ from dlrover_operator.loop import Operator
 from dlrover_operator.observed import Obj, uid_of
 from dlrover_operator.viewers import SESSION_S, TooManyTokensError, Viewers, ViewerSession
 from dlrover_py.dashboard import pages
-from dlrover_py.dashboard.server import HEADERS, Guard, form_of, no_page, problem
+from dlrover_py.dashboard.server import (
+    HEADERS,
+    Guard,
+    changed_part,
+    form_of,
+    live_part,
+    no_page,
+    problem,
+)
 from dlrover_py.kubernetes.client import KubeClient
 from dlrover_py.protocol.errors import DLRoverError
 from dlrover_py.protocol.local import History
@@ -211,7 +219,7 @@ def app(
 
     @found.get("/jobs/{namespace}/{name}/")
     async def one_job(request: Request, namespace: str, name: str) -> Response:
-        """Show one job, as far as its ElasticJob says."""
+        """Show one job, as far as its ElasticJob says. The page asks for its newest sections."""
         viewer = session(request)
         if viewer is None:
             return HTMLResponse(pages.render("cluster/enter.html", root="../../../"), 401)
@@ -219,12 +227,16 @@ def app(
         if job is None or (namespace, name) not in operator.jobs:
             return problem(request, NO_JOB, 404)
         page = pages.JobPage(cluster_page.job_view(job), History(), api.wall(), linked=False)
-        parts = [Markup(pages.section(part, page)) for part in pages.SECTIONS]
+        parts = [(name, Markup(pages.section(name, page))) for name in pages.SECTIONS]
+        text = pages.render("cluster/job_sections.html", page=page, sections=parts)
+        if "hx-request" in request.headers:
+            return changed_part(request, text)
         return HTMLResponse(
             pages.render(
                 "cluster/job.html",
                 page=page,
-                sections=parts,
+                titles=pages.TITLES,
+                live=live_part(text)[0],
                 namespace=namespace,
                 viewer=viewer.viewer,
                 root="../../../",

@@ -27,3 +27,8 @@ def test_errors_have_their_number_and_events_their_device_and_data() -> None:
     assert isinstance(error, pynvml.NVMLError)
     assert error.value == pynvml.NVML_ERROR_TIMEOUT
     assert {"device", "eventData"} <= {*dir(pynvml.c_nvmlEventData_t())}
+
+
+def test_the_use_of_a_gpu_has_the_fields_that_are_read() -> None:
+    assert "gpu" in dir(pynvml.c_nvmlUtilization_t())
+    assert {"used", "total"} <= {*dir(pynvml.c_nvmlMemory_t())}

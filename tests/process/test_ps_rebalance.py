@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dlrover_py.cli.server_map import load_shares
+from dlrover_py.protocol.job_view import load_shares
 from tests.process.harness import CALM, Job, Place, eventually, job
 from tests.programs import PROGRAMS
 

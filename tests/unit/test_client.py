@@ -6,25 +6,32 @@ import json
 import socket
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrover_py.cli.dashboard import JobPages
+from dlrover_py.cli.dashboard import HISTORIES_KEPT, JobPages
 from dlrover_py.cli.logs import TAIL_LINES, LogQuery, tail
 from dlrover_py.cli.view import JobRow
 from dlrover_py.client import JobList, Jobs, NamedJob
+from dlrover_py.dashboard import pages
 from dlrover_py.protocol import names
 from dlrover_py.protocol.errors import ConfigError
-from dlrover_py.protocol.job_view import time_shares
+from dlrover_py.protocol.job_view import JobView, time_shares
+from dlrover_py.protocol.local import History
 from dlrover_py.protocol.status import GoodputStatus, JobEvent, JobPhase, TimeBucket
+from tests.unit.test_dashboard import running
 from tests.unit.test_report import Page
 from tests.unit.test_runs import made
 from tests.unit.test_view import status
+
+T = TypeVar("T")
 
 
 @pytest.fixture
@@ -215,3 +222,44 @@ def test_the_shares_are_all_of_the_time(seconds: dict[str, float]) -> None:
     if TimeBucket.PRODUCTIVE in seconds:
         assert shown[0]["what"] == TimeBucket.PRODUCTIVE
     assert time_shares(None) == []
+
+
+class ClusterSeen(Jobs):
+    """Jobs of a cluster, of which one is known."""
+
+    def __init__(self, view: JobView) -> None:
+        super().__init__(namespace="a")
+        self.view = [view]  # a copy of this object shares it
+
+    def read(self, name: str | None, call: Callable[[Any], T]) -> T:
+        return call(self)
+
+    def load_view(self, *, with_pods: bool = False) -> JobView:
+        return self.view[0]
+
+    def history(self) -> History:
+        return History()
+
+
+def test_the_pages_of_a_clusters_job_collect_what_a_page_has_seen_of_its_run(here: Path) -> None:
+    began = running()
+    assert began.status is not None
+    assert began.status.progress is not None
+    jobs = ClusterSeen(began)
+    shown = JobPages(jobs)
+    progress = began.status.progress.model_copy(update={"step": 5})
+    for step in (5, 5, 8):
+        now = progress.model_copy(update={"step": step})
+        jobs.view[0] = replace(began, status=began.status.model_copy(update={"progress": now}))
+        _, history = shown.load("demo")
+    assert [one.step for one in history.samples] == [5, 8]
+    assert history.partial
+    page = pages.JobPage(jobs.view[0], history, began.status.published_at)
+    assert "in which a page of this job was open here" in pages.section("curves", page)
+    again = began.status.model_copy(update={"started_at": 1.0, "progress": progress})
+    jobs.view[0] = replace(began, status=again)
+    assert [one.step for one in shown.load("demo")[1].samples] == [5], "it is another run"
+    for i in range(HISTORIES_KEPT):
+        shown.load(f"job-{i}")
+    jobs.view[0] = replace(began, status=again.model_copy(update={"progress": None}))
+    assert shown.load("demo")[1].samples == [], "the history of the job seen longest ago is gone"

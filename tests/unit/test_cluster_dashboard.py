@@ -13,9 +13,6 @@ from starlette.types import ASGIApp, Message
 
 from dlrover_operator import cluster_page, dashboard, viewers
 from dlrover_operator.cluster_page import Filter
-from dlrover_operator.loop import Operator
-from dlrover_operator.manifests import Options
-from dlrover_operator.observed import Key
 from dlrover_operator.settings import Settings
 from dlrover_py.dashboard import pages
 from dlrover_py.kubernetes.client import KubeClient
@@ -23,6 +20,7 @@ from dlrover_py.kubernetes.kinds import ACCESS_REVIEWS, ELASTICJOBS, NAMESPACES,
 from dlrover_py.protocol import names
 from dlrover_py.protocol.status import Training
 from tests.fakes_kube import FakeCluster, fake_cluster
+from tests.operator_pages import SeenJobs
 from tests.unit.test_dashboard import running
 from tests.unit.test_report import Page
 from tests.unit.test_view import hostile
@@ -32,6 +30,7 @@ WORDS = "</title><script>a</script><img src=x onx=a>\"'&{{ 7 * 7 }}\x1b[\x00"
 ANN, BOB, OPS, NONE = "token-of-ann", "token-of-bob", "token-of-ops", "token-of-none"
 USERS = {"ann": (ANN, {"a"}), "bob": (BOB, {"b"}), "ops": (OPS, {""}), "none": (NONE, set[str]())}
 HOST = "127.0.0.1:8765"
+OF_ONE = "/jobs/a/one/"
 
 
 def job(namespace: str, name: str, phase: str = "Running", **status: Any) -> Obj:
@@ -51,18 +50,6 @@ def job(namespace: str, name: str, phase: str = "Running", **status: Any) -> Obj
     }
 
 
-class Seen(Operator):
-    """An operator that has seen these jobs."""
-
-    def __init__(self, api: KubeClient, jobs: list[Obj]) -> None:
-        super().__init__(api, Options(image="m"))
-        self._seen = jobs
-
-    @property
-    def jobs(self) -> dict[Key, Obj]:
-        return {(o["metadata"]["namespace"], o["metadata"]["name"]): o for o in self._seen}
-
-
 @dataclass
 class Answer:
     status: int
@@ -77,9 +64,11 @@ class Browser:
     app: ASGIApp
     cookie: str = ""
 
-    async def call(self, method: str, path: str, origin: str = "", **form: str) -> Answer:
+    async def call(
+        self, method: str, path: str, origin: str = "", *, htmx: bool = False, **form: str
+    ) -> Answer:
         sent: list[Message] = []
-        await self.exchange(method, path, sent.append, origin, **form)
+        await self.exchange(method, path, sent.append, origin, htmx=htmx, **form)
         found = {k.decode(): v.decode() for k, v in sent[0]["headers"]}
         body = b"".join(m.get("body", b"") for m in sent[1:]).decode()
         return Answer(sent[0]["status"], found, body)
@@ -90,6 +79,8 @@ class Browser:
         path: str,
         note: Callable[[Message], None],
         origin: str = "",
+        *,
+        htmx: bool = False,
         **form: str,
     ) -> None:
         """Make a call, and note each part of the answer. Without a form it never hangs up."""
@@ -97,6 +88,7 @@ class Browser:
         headers = [(b"host", HOST.encode())]
         headers += [(b"cookie", self.cookie.encode())] if self.cookie else []
         headers += [(b"origin", origin.encode())] if origin else []
+        headers += [(b"hx-request", b"true")] if htmx else []
         scope = {
             "type": "http", "http_version": "1.1", "method": method, "path": path,
             "raw_path": path.encode(), "root_path": "", "scheme": "http", "headers": headers,
@@ -138,7 +130,7 @@ class Bed:
             space = {"metadata": {"name": one["metadata"]["namespace"]}}
             self.cluster.put(NAMESPACES, space)
             self.cluster.put(ELASTICJOBS, one)
-        seen = Seen(self.kube, self.jobs)
+        seen = SeenJobs(self.kube, self.jobs)
         self.app = dashboard.app(seen, self.kube, lambda: self.clock[0], poll_s=0.001)
 
     async def viewer(self, token: str) -> Browser:
@@ -241,7 +233,24 @@ async def test_the_page_of_a_job_shows_the_sections_without_actions(bed: Bed) ->
     assert {v for k, v in page.attributes if k == "href"} == {
         *(f"../../../{rest}" for rest in ("", "hosts", "static/style.css", "static/icon.svg")),
         "#main",
+        *(f"#{name}" for name in (*pages.TITLES, "actions", "runs")),
     }
+
+
+async def test_the_page_of_a_job_gets_its_sections_anew_only_when_they_have_changed(
+    bed: Bed,
+) -> None:
+    viewer = await bed.viewer(ANN)
+    (seen,) = re.findall(r'name="seen" value="(\w+)"', (await viewer.call("GET", OF_ONE)).text)
+    answer = await viewer.call("GET", f"{OF_ONE}?seen={seen}", htmx=True)
+    assert (answer.status, answer.text) == (204, "")
+    bed.cluster.put(ELASTICJOBS, job("a", "one", "Failed"))
+    answer = await viewer.call("GET", f"{OF_ONE}?seen={seen}", htmx=True)
+    assert answer.status == 200
+    assert "Failed" in answer.text
+    assert "<html" not in answer.text
+    bed.clock[0] += viewers.SESSION_S
+    assert (await viewer.call("GET", OF_ONE, htmx=True)).status == 401
 
 
 async def test_the_viewers_name_groups_and_extra_fields_are_asked_about(bed: Bed) -> None:

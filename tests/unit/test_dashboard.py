@@ -43,7 +43,10 @@ from dlrover_py.protocol.status import (
     JobStatus,
     LastCheckpoint,
     NodePhase,
+    ServerLoad,
+    ServerStatus,
     StoreAnswer,
+    TablesStatus,
 )
 from dlrover_py.protocol.words import plain
 from tests.unit.test_report import Page
@@ -688,9 +691,9 @@ def test_the_head_says_what_could_be_reached_and_how_old_the_checkpoint_is() -> 
     )
     jobs = OneJob(replace(running(), status=shown))
     page = Browser(jobs).enter().call("GET", "/jobs/demo/").text
-    assert "75.0 %, at most 98.7 % could be reached" in page.replace("75.0%", "75.0 %")
+    assert "75.0% <small>at most 98.7% could be reached</small>" in page
     assert "ceiling 98.7%, of which 76.0% is reached" in page
-    assert "step 3, in memory, 2 min" in page
+    assert "step 3 <small>in memory, 2 min" in page
 
 
 def test_the_files_of_other_projects_are_those_that_are_named() -> None:
@@ -736,6 +739,8 @@ def test_the_grid_of_any_number_of_nodes_is_small(count: int) -> None:
     grid = pages.section("ranks", pages.JobPage(replace(
         view, status=view.status.model_copy(update={"nodes": nodes})), History(), AT))  # fmt: skip
     assert len(grid) < 100_000
+    page = pages.JobPage(view, History(), AT)
+    assert page.rank_grid is page.rank_grid, "it is made once, though the template names it twice"
     assert 0 < grid.count("title=") <= ranks.CELLS
     assert grid.count(">?</b>") == 2, "one cell, and the legend: the worst mark of its nodes"
 
@@ -752,6 +757,30 @@ def test_the_nodes_of_a_page_show_what_they_use_where_it_is_known() -> None:
         cells = {row.count("<td") + row.count("<th") for row in found.split("<tr")[1:]}
         assert cells == {12 + 2 * count}, "each row has as many columns"
         assert found.count(">CPUs</th>") == count
+
+
+GPUS = {
+    "gpus": 8, "gpu_busy": 0.93, "gpu_least_busy": 0.12,
+    "gpu_memory_bytes": 512_000_000_000, "gpu_memory_limit": 640_000_000_000,
+}  # fmt: skip
+
+
+def test_the_pages_show_how_far_gpus_are_used_where_it_is_known() -> None:
+    view = running(nodes=2)
+    assert view.status is not None
+    first, second = view.status.nodes
+    busy = [first.model_copy(update=GPUS), second]
+    view = replace(view, status=view.status.model_copy(update={"nodes": busy}))
+    page = pages.JobPage(view, History(), AT)
+    table = pages.section("nodes", page)
+    assert "<td>93 % of 8, the least 12 %</td><td>512 GB of 640 GB</td>" in table
+    cells = {row.count("<td") + row.count("<th") for row in table.split("<tr")[1:]}
+    assert cells == {14}, "each row has as many columns"
+    assert pages.section("ranks", page).count("GPUs busy 93 % of 8") == 1
+    of_node = pages.render("node_now.html", page=page, node=first.id)
+    assert "<dt>GPU memory</dt><dd>512 GB of 640 GB</dd>" in of_node
+    assert "GPU" not in pages.render("node_now.html", page=page, node=second.id)
+    assert "GPU" not in pages.section("nodes", pages.JobPage(running(), History(), AT))
 
 
 def test_the_page_says_where_each_checkpoint_is_and_when_the_next_one_is_due() -> None:
@@ -1093,3 +1122,109 @@ def test_a_history_keeps_few_numbers_of_a_sample_and_only_finite_ones() -> None:
     )
     (kept,) = History().with_sample(said, 10).samples
     assert kept.metrics == {f"m{i}": float(i) for i in range(METRICS_KEPT)}
+
+
+def test_the_parameter_server_shows_which_bucket_and_which_server_has_too_much() -> None:
+    served = [
+        ServerLoad(
+            id="ps0", leads=2, backs_up=1, asked_per_s=1700.0, leading=[0, 1], backing=[2],
+            memory_bytes=3_100_000, waiting=2,
+        ),
+        ServerLoad(
+            id="ps1", leads=1, backs_up=1, asked_per_s=300.0, leading=[2], backing=[0],
+            receiving=[1],
+        ),
+        ServerLoad(id="ps2", leads=0, backs_up=0),
+    ]  # fmt: skip
+    tables = TablesStatus(
+        epoch=7, tables=["user"], buckets=4, servers=served, single_buckets=1, lost_buckets=1,
+        bucket_rows_per_s=[1500.0, 200.0, 300.0, 0.0],
+    )  # fmt: skip
+    listed = [ServerStatus(id=one.id, running=True) for one in served]
+    listed[2] = listed[2].model_copy(update={"message": "it is drained"})
+    view = running()
+    assert view.status is not None
+    told = view.status.model_copy(update={"tables": tables, "servers": listed})
+    page = pages.JobPage(replace(view, status=told), History(), AT)
+    found = pages.section("tables", page)
+    text = Page(found).text
+    for part in (
+        "the busiest server is ps0, with 1.70 times the mean",
+        "the hottest bucket is 0, with 3.0 times the mean",
+        "1 bucket is on one server alone", "2 pushes wait for a copy", "1.70 × mean",
+    ):  # fmt: skip
+        assert part in text, part
+    letters = re.findall(r'<b class="\w+" title="[^"]*">(.)</b>', found)
+    assert letters == ["H", "1", "U", "X"]
+    assert (
+        'title="bucket 1: no copy on another server; ps0 leads, copied to ps1; 200 rows/s' in found
+    )
+    cells = {row.count("<td") + row.count("<th") for row in found.split("<tr")[1:]}
+    assert len(cells) == 1, "each row has as many columns"
+    idle = tables.model_copy(update={"servers": [], "buckets": 4096, "bucket_rows_per_s": []})
+    many = replace(view, status=told.model_copy(update={"tables": idle}))
+    assert "title=" not in pages.section("tables", pages.JobPage(many, History(), AT))
+
+
+def test_the_top_of_a_page_leads_to_each_section_that_may_have_content() -> None:
+    text = Browser(OneJob()).enter().call("GET", "/jobs/demo/").text
+    style = (pages.FOLDER / "static" / "style.css").read_text()
+    assert pages.TITLES.keys() < set(pages.SECTIONS)
+    for name, title in pages.TITLES.items():
+        assert f'<li class="to-{name}"><a href="#{name}">{title}</a></li>' in text
+        assert f'<section id="{name}"' in text
+        assert f"main:not(:has(#{name} > h2)) .to-{name}" in style, "none leads to an empty one"
+    assert '<a href="#actions">' in text
+
+
+def test_the_table_of_nodes_has_a_column_for_messages_where_there_are_any() -> None:
+    """The empty column took most of the width, so each step time had four lines."""
+    view = running()
+    assert view.status is not None
+    (node,) = view.status.nodes
+    for message, count in (("lost", 1), ("", 0)):
+        nodes = [node.model_copy(update={"message": message})]
+        status = view.status.model_copy(update={"nodes": nodes})
+        page = pages.JobPage(replace(view, status=status), History(), AT)
+        assert pages.section("nodes", page).count('class="rest"') == count
+        assert pages.section("nodes", page).count(">message</th>") == count
+
+
+def test_a_nodes_page_drains_the_node_and_takes_stacks_and_nothing_else() -> None:
+    jobs = OneJob(running(nodes=2))
+    browser = Browser(jobs).enter()
+    at = "/jobs/demo/nodes/n1/"
+    page = browser.call("GET", at).text
+    assert 'hx-post="actions/drain"' in page
+    csrf = f"csrf={browser.access.csrf}".encode()
+    asked = browser.call("POST", f"{at}actions/drain", csrf + b"&value=n0").text
+    assert "Drain node n1 of demo?" in asked, "whatever the form says"
+    assert jobs.asked == []
+    (sure,) = re.findall(r'name="sure" value="(\w+)"', asked)
+    assert (
+        browser.call("POST", f"{at}actions/drain", csrf + b"&sure=" + sure.encode()).status == 200
+    )
+    assert browser.call("POST", f"{at}actions/stacks", csrf).status == 200
+    assert jobs.asked == [("demo", "drain", "n1"), ("demo", "stacks", "")]
+    assert browser.call("GET", f"{at}actions/keep").status == 200
+    assert browser.call("POST", f"{at}actions/scale", csrf + b"&value=1").status == 404
+    assert browser.call("POST", f"{at}actions/drain").status == 403
+    assert "actions/drain" not in browser.call("GET", "/jobs/demo/nodes/n9/").text, "it is gone"
+
+
+def test_the_last_time_below_a_picture_is_inside_of_it() -> None:
+    """Its last letter was cut off."""
+    scale = pictures.Scale(0.0, 80.0)
+    points = [(0.0, 1.0), (78.0, 2.0)]
+    drawn = str(pictures.value_curve(points, [], scale, "loss"))
+    times = re.findall(r'<text x="([\d.]+)" y="[\d.]+" text-anchor="(\w+)">([^<]*)', drawn)
+    at, anchor, text = max(times, key=lambda one: float(one[0]))
+    assert (float(at), anchor, text) == (pictures.WIDTH, "end", "1.3 min")
+
+
+def test_a_job_that_does_nothing_new_is_looked_at_less_often() -> None:
+    """An open page of such a job took more than half a percent of a core."""
+    pauses = [1.0]
+    for changed in (False, False, False, True, False):
+        pauses.append(server.pause_after(pauses[-1], 1.0, changed=changed))
+    assert pauses == [1.0, 2.0, 3.0, 3.0, 1.0, 2.0]

@@ -10,7 +10,15 @@ from types import ModuleType
 
 import pytest
 
-from dlrover_agent.devices import DeviceMeter, GpuSource, NvmlSource, Reading, nvml_source
+from dlrover_agent.devices import (
+    READINGS,
+    DeviceMeter,
+    GpuSource,
+    GpuUse,
+    NvmlSource,
+    Reading,
+    nvml_source,
+)
 from dlrover_py.protocol.agents import LogFinding
 from tests.fakes_nvml import Event, FakeNvml, Gpu
 
@@ -84,6 +92,20 @@ def test_clocks_are_slowed_by_faults_and_not_by_a_power_cap() -> None:
     assert meter_of(nvml).slowed == 0.5
     readings = NvmlSource(nvml, {}).read()
     assert [one.slowed for one in readings] == ["", "", "hardware and heat", "its power supply"]
+
+
+def test_the_use_of_gpus_is_averaged_over_the_newest_readings() -> None:
+    nvml = FakeNvml(Gpu(busy=90, memory=(60, 80)), Gpu(busy=30, memory=(20, 80)), Gpu())
+    meter = meter_of(nvml)
+    assert meter.use == GpuUse(2, 0.6, 0.3, 80, 160)
+    nvml.gpus[0].busy, nvml.gpus[0].memory = 0, (0, 80)
+    meter.read()
+    assert meter.use.busy == pytest.approx(0.375)
+    assert meter.use.memory_bytes == 20, "the memory is that of now"
+    for _ in range(READINGS - 1):
+        meter.read()
+    assert meter.use.least_busy == 0.0, "the first reading counts no more"
+    assert meter_of(FakeNvml(Gpu())).use == GpuUse(), "its kind does not say"
 
 
 def test_a_lost_gpu_is_named_with_its_xid_and_the_others_are_read() -> None:

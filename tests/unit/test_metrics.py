@@ -3,6 +3,7 @@
 from datetime import UTC, datetime, timedelta
 from typing import get_args
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +19,7 @@ from dlrover_py.protocol.status import (
     JobPhase,
     JobStatus,
     LastCheckpoint,
+    NodePhase,
     TablesStatus,
     TimeBucket,
 )
@@ -119,6 +121,22 @@ def test_the_loads_of_servers_are_summed_up() -> None:
     )}  # fmt: skip
     assert list(told.values()) == [2, 1, 4, 24_690, 3 << 20, 1400.8, 1301.2, 18]
     assert values(status(JobPhase.RUNNING), "dlrover_ps_servers") == {}
+
+
+def test_the_use_of_gpus_is_that_of_all_live_nodes() -> None:
+    shown = status(JobPhase.RUNNING)
+    node = shown.nodes[0].model_copy(update={"phase": NodePhase.LIVE})
+    one = {"gpus": 3, "gpu_busy": 0.8, "gpu_least_busy": 0.7}
+    memory = {"gpu_memory_bytes": 30, "gpu_memory_limit": 40}
+    two = {"gpus": 1, "gpu_busy": 0.4, "gpu_least_busy": 0.4, "gpu_memory_limit": 80}
+    gone = node.model_copy(update=two | {"gpu_least_busy": 0.0, "phase": NodePhase.GONE})
+    nodes = [node.model_copy(update=one | memory), node.model_copy(update=two), node, gone]
+    told = shown.model_copy(update={"nodes": nodes})
+    assert values(told, "dlrover_gpu_busy_ratio") == {"": pytest.approx(0.7)}
+    assert values(told, "dlrover_gpu_least_busy_ratio") == {"": 0.4}
+    assert values(told, "dlrover_gpu_memory_ratio") == {"": 0.25}
+    assert values(shown, "dlrover_gpu_busy_ratio") == {}
+    assert values(shown, "dlrover_gpu_memory_ratio") == {}
 
 
 @given(words=st.text(max_size=30), phase=st.sampled_from(JobPhase))

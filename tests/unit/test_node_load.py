@@ -2,12 +2,13 @@
 
 from pathlib import Path
 
-from dlrover_agent.devices import DeviceMeter
+from dlrover_agent.devices import DeviceMeter, NvmlSource
 from dlrover_agent.network_counters import NetworkCounters, read
 from dlrover_agent.node_load import LEAST_CHANGE, LoadMeter
 from dlrover_agent.tcp_links import Connection, busiest
 from dlrover_py.process import cgroups
 from dlrover_py.protocol.agents import NodeLoad
+from tests.fakes_nvml import FakeNvml, Gpu
 
 NO_GPUS = DeviceMeter(lambda: None)
 
@@ -197,3 +198,31 @@ def test_the_kernels_files_are_read_without_the_loopback(tmp_path: Path) -> None
     (tmp_path / "snmp").write_text("Tcp: a b\n")
     assert read(tmp_path) == NetworkCounters(errors=10)
     assert read().segments > 0
+
+
+def test_the_use_of_gpus_is_reported_and_a_small_change_of_it_is_not(tmp_path: Path) -> None:
+    nvml = FakeNvml(Gpu(busy=80, memory=(600, 1000)), Gpu(busy=80, memory=(600, 1000)))
+    devices = DeviceMeter(lambda: NvmlSource(nvml, {}))
+    devices.read()
+    meter = LoadMeter(
+        devices,
+        clock=iter((0.0, 10.0, 20.0, 30.0)).__next__,
+        periods=lambda: (0, 0),
+        usage=lambda: None,
+        pressure=tmp_path,
+    )
+    meter.read()
+    meter.read()
+    first = meter.newest
+    assert first == NodeLoad(
+        gpus=2, gpu_busy=0.8, gpu_least_busy=0.8, gpu_memory_bytes=1200, gpu_memory_limit=2000
+    )
+    nvml.gpus[0].busy, nvml.gpus[0].memory = 79, (650, 1000)
+    devices.read()
+    meter.read()
+    assert meter.newest is first
+    nvml.gpus[0].busy = 0
+    devices.read()
+    meter.read()
+    assert meter.newest is not None
+    assert meter.newest.gpu_least_busy == 0.53

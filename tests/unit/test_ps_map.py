@@ -7,6 +7,7 @@ from rich.console import Console
 
 from dlrover_py.cli import server_map
 from dlrover_py.protocol.errors import ConfigError, DLRoverError
+from dlrover_py.protocol.job_view import load_shares
 from dlrover_py.protocol.status import (
     JobEvent,
     JobPhase,
@@ -104,8 +105,8 @@ def test_the_mean_is_that_of_the_servers_that_stay() -> None:
     gone = ServerLoad(id="ps2", leads=0, backs_up=0)
     tables = TABLES.model_copy(update={"servers": [*TABLES.servers, gone]})
     leaving = server_map.leaving_servers(status(tables, "ps2"))
-    assert server_map.load_shares(tables, leaving) == {"ps0": 1.6, "ps1": 0.4, "ps2": 0.0}
-    assert server_map.load_shares(tables)["ps0"] == pytest.approx(2.4)
+    assert load_shares(tables, leaving) == {"ps0": 1.6, "ps1": 0.4, "ps2": 0.0}
+    assert load_shares(tables)["ps0"] == pytest.approx(2.4)
     assert server_map.document(tables, {"ps0"})["busiest"] == 2.0, "of ps1, which stays"
 
 
