@@ -19,6 +19,8 @@ PERIOD_S = 10.0
 LEAST_CHANGE = 0.05
 """Least change that is reported: of a share, of the used memory as a share of its limit, and of the
 CPUs as a share of those in use. A report that changes all the time says no more."""
+LEAST_GROWTH = 0.01
+"""Least growth of the peak of the memory that is reported, as a share of its limit."""
 LEAST_SPEEDUP = 0.5
 """Least change of the speed of links that is reported, as a share of the new speed. It matters only
 if a link is much slower than others."""
@@ -45,8 +47,14 @@ class _Reading:
     """Share of the GPUs whose clocks are slowed."""
 
 
-def _load(last: _Reading, new: _Reading) -> NodeLoad:
-    """Return the load between two readings."""
+def _load(last: _Reading, new: _Reading, peak: int) -> NodeLoad:
+    """Return the load between two readings.
+
+    Args:
+        last: The former reading.
+        new: The present one.
+        peak: The most memory in bytes of all readings.
+    """
     seconds = new.at - last.at
     passed = new.periods[0] - last.periods[0]
     shares = {"throttled": (new.periods[1] - last.periods[1]) / passed if passed > 0 else 0.0}
@@ -65,6 +73,7 @@ def _load(last: _Reading, new: _Reading) -> NodeLoad:
         update={
             "memory_bytes": new.usage.memory_bytes,
             "memory_limit": new.usage.limit_bytes,
+            "memory_peak": peak,
             "cores": round(max(0.0, cpu_us / (1e6 * seconds)), 2),
         }
     )
@@ -78,6 +87,7 @@ def _differs(new: NodeLoad, reported: NodeLoad) -> bool:
     least = {
         "memory_bytes": max(1.0, LEAST_CHANGE * new.memory_limit),
         "memory_limit": 1.0,
+        "memory_peak": max(1.0, LEAST_GROWTH * new.memory_limit),
         "cores": LEAST_CHANGE * max(1.0, new.cores),
         # The speed in a short wait says little.
         "link_bytes_s": max(1.0, LEAST_SPEEDUP * new.link_bytes_s)
@@ -125,6 +135,8 @@ class LoadMeter:
         self._thread = BackgroundThread("load")
         self._asked_at: float | None = None
         self._last: _Reading | None = None
+        self._peak = 0
+        """The most memory of all readings, in bytes."""
 
     def load(self, pids: Sequence[int] = ()) -> NodeLoad | None:
         """Return the newest load, without waiting; begin another reading if it is time.
@@ -157,9 +169,11 @@ class LoadMeter:
             self.devices.slowed,
         )
         last, self._last = self._last, new
+        if new.usage is not None:
+            self._peak = max(self._peak, new.usage.memory_bytes)
         if last is None or new.at <= last.at:
             return
-        found, old = _load(last, new), self.newest
+        found, old = _load(last, new, self._peak), self.newest
         if old is None or _differs(found, old):
             self.newest = found
 

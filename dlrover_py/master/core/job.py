@@ -41,6 +41,7 @@ from dlrover_py.master.core.failures import Failures
 from dlrover_py.master.core.goodput import Goodput
 from dlrover_py.master.core.history import EVENTS_KEPT, CoreContext, EventLog
 from dlrover_py.master.core.reports import Reports, TrainingReports
+from dlrover_py.master.core.resource_advice import ResourceAdvice
 from dlrover_py.master.core.rounds import Rounds
 from dlrover_py.master.core.servers import Servers
 from dlrover_py.master.core.sharding import Sharding
@@ -102,7 +103,7 @@ class Job:
         self._spec_changes = SpecChanges(context, transitions, capacity, departures, checkpointing)
         self._diagnosis, self._goodput = Diagnosis(context, assignments, failures), Goodput(context)
         self._wrong = WrongValues(context, failures, transitions)
-        self._slow = SlowJob(context, admission)
+        self._slow, self._advice = SlowJob(context, admission), ResourceAdvice(context)
         training = TrainingReports(context, transitions, failures, self._goodput, tuning)
         self._reports = Reports(context, assignments, admission, departures, failures, training)
         self._log_rules, self._status = LogFindings(context), StatusReport(context, self._goodput)
@@ -212,6 +213,7 @@ class Job:
         self._diagnosis.decide()
         self._wrong.decide()
         self._slow.decide()
+        self._advice.decide()
         self._failures.resolve_suspected_failure()
         self._failures.reset_budgets()
         self._tuning.decide()
