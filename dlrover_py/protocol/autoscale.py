@@ -124,6 +124,10 @@ class PodPlace(BaseModel):
     """Labels of the hosts."""
     tolerations: list[dict[str, Any]] = Field(default_factory=list)
     """Tolerations that Pods on these hosts need."""
+    labels: dict[str, str] = Field(default_factory=dict)
+    """Labels that these Pods get besides."""
+    annotations: dict[str, str] = Field(default_factory=dict)
+    """Annotations that these Pods get, such as the name of a ProvisioningRequest."""
 
 
 class NodeAllocation(BaseModel):

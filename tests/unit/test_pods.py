@@ -200,8 +200,14 @@ def test_a_place_that_a_queue_has_given_is_added_to_what_the_template_asks_for()
         nodes=1,
         node_selector={"pool": "s"},
         tolerations=[{"key": "b"}],
+        labels={"cost": "team", LABEL_PLACEMENT: "other"},
+        annotations={"autoscaling.x-k8s.io/consume-provisioning-request": "r"},
     )
     out = pod(job(mine), N7, SITE, (), place)
+    assert out["metadata"]["labels"]["cost"] == "team"
+    assert (
+        out["metadata"]["annotations"]["autoscaling.x-k8s.io/consume-provisioning-request"] == "r"
+    )
     assert out["spec"]["nodeSelector"] == {"gpu": "h100", "pool": "s"}
     assert out["spec"]["tolerations"] == [{"key": "a"}, {"key": "b"}]
     assert out["metadata"]["labels"][LABEL_PLACEMENT] == "spot"

@@ -170,7 +170,8 @@ def pod(
     elif job.worker.spot_policy != "any" and not stable:
         _prefer_spot(spec)
     if place is not None:
-        meta["labels"][names.LABEL_PLACEMENT] = place.name
+        meta["labels"] = {**place.labels, **meta["labels"], names.LABEL_PLACEMENT: place.name}
+        meta["annotations"] |= place.annotations
         spec["nodeSelector"] = {**(spec.get("nodeSelector") or {}), **place.node_selector}
         spec["tolerations"] = [*(spec.get("tolerations") or []), *place.tolerations]
     return {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
