@@ -61,6 +61,7 @@ from dlrover_py.protocol import (
     reasons,
     recipe,
     refusals,
+    resource_advice,
     sdk,
     shards,
     shares,
@@ -839,6 +840,7 @@ WIRES: tuple[Wire, ...] = (
 ELSEWHERE: Mapping[ModuleType, str] = {
     autoscale: "[ElasticJob](elasticjob.md#what-you-write-spec)",
     memory_growth: "[ElasticJob](elasticjob.md#what-you-write-spec)",
+    resource_advice: "[ElasticJob](elasticjob.md#what-you-write-spec)",
     hosts: "[ElasticJob](elasticjob.md#what-is-reported-status)",
     job: "[ElasticJob](elasticjob.md#what-you-write-spec)",
     log_rules: "[ElasticJob](elasticjob.md#what-you-write-spec)",

@@ -134,6 +134,7 @@ class FakeCluster:
         listers: by name of a user, the namespaces whose ElasticJobs the user may list and read (an
             empty one: all).
         readers: by name of a user, namespace and name of single ElasticJobs that the user may read.
+        fixed: kinds whose spec cannot be changed.
     """
 
     def __init__(self, *, tls: ssl.SSLContext | None = None) -> None:
@@ -153,6 +154,7 @@ class FakeCluster:
         self.url = ""
         self._tls, self._port = tls, 0
         self._kinds = {kind.path(): kind for kind in KINDS}
+        self.fixed: set[Kind] = set()
         self._objects: dict[Key, Obj] = {}
         self._managers: dict[Key, dict[str, set[Path_]]] = {}
         self._changes: list[Change] = []
@@ -194,6 +196,11 @@ class FakeCluster:
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
+
+    def serve(self, group: str, *kinds_of_it: Kind) -> None:
+        """Serve these kinds of an API group, and no others of it."""
+        kept = {path: kind for path, kind in self._kinds.items() if kind.group != group}
+        self._kinds = kept | {kind.path(): kind for kind in kinds_of_it}
 
     def kubeconfig(self, path: Path, **user: Any) -> Path:
         """Write a kubeconfig for this server, with its token unless a user is given."""
@@ -323,6 +330,8 @@ class FakeCluster:
             return web.json_response(refusal.status(), status=refusal.code, headers=after)
 
     async def _route(self, request: web.Request, call: Call) -> web.StreamResponse:
+        if found := re.fullmatch(r"/apis/([^/]+)(?:/([^/]+))?", call.path):
+            return web.json_response(self._discovery(*found.groups()))
         kind, namespace, name, subresource = self._parse(call.path)
         key = (kind.path(), namespace, name)
         if not name and call.watch:
@@ -353,6 +362,22 @@ class FakeCluster:
             return web.json_response(self._update(kind, key, call.body, subresource))
         merged = _merged(old, call.body)
         return web.json_response(self._update(kind, key, merged, subresource))
+
+    def _discovery(self, group: str, version: str | None) -> Obj:
+        """Return the versions of an API group, or the kinds of one version."""
+        kinds = [kind for kind in self._kinds.values() if kind.group == group]
+        if version is None and kinds:
+            versions = dict.fromkeys(kind.version for kind in kinds)
+            return {"versions": [{"version": one} for one in versions]}
+        there = [kind for kind in kinds if kind.version == version]
+        if not there:
+            raise RefusedError(404, "", "404 page not found")
+        return {
+            "resources": [
+                {"name": kind.plural, "kind": kind.name, "namespaced": kind.namespaced}
+                for kind in there
+            ]
+        }
 
     def _parse(self, path: str) -> tuple[Kind, str, str, str]:
         found = re.fullmatch(
@@ -508,6 +533,8 @@ class FakeCluster:
             raise RefusedError(
                 409, "Conflict", f'"{key[2]}": Precondition failed: UID in precondition'
             )
+        if kind in self.fixed and new.get("spec") != old.get("spec"):
+            raise RefusedError(422, "Invalid", "spec: Invalid value: field is immutable")
         if old.get("immutable") and (new.get("stringData") or old.get("data") != new.get("data")):
             words = "data: Forbidden: field is immutable when `immutable` is set"
             raise RefusedError(422, "Invalid", f'Secret "{key[2]}" is invalid: {words}')

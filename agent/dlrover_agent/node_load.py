@@ -22,6 +22,8 @@ CPUs as a share of those in use. A report that changes all the time says no more
 LEAST_RESENT = 0.005
 """Least change of the share of TCP segments sent again that is reported. Networks in good health
 send less than a thousandth again."""
+LEAST_GROWTH = 0.01
+"""Least growth of the peak of the memory that is reported, as a share of its limit."""
 LEAST_SPEEDUP = 0.5
 """Least change of the speed of links that is reported, as a share of the new speed. It matters only
 if a link is much slower than others."""
@@ -52,8 +54,14 @@ class _Reading:
     """How far the GPUs are used."""
 
 
-def _load(last: _Reading, new: _Reading) -> NodeLoad:
-    """Return the load between two readings."""
+def _load(last: _Reading, new: _Reading, peak: int) -> NodeLoad:
+    """Return the load between two readings.
+
+    Args:
+        last: The former reading.
+        new: The present one.
+        peak: The most memory in bytes of all readings.
+    """
     seconds = new.at - last.at
     passed = new.periods[0] - last.periods[0]
     shares = {"throttled": (new.periods[1] - last.periods[1]) / passed if passed > 0 else 0.0}
@@ -81,6 +89,7 @@ def _load(last: _Reading, new: _Reading) -> NodeLoad:
         update={
             "memory_bytes": new.usage.memory_bytes,
             "memory_limit": new.usage.limit_bytes,
+            "memory_peak": peak,
             "cores": round(max(0.0, cpu_us / (1e6 * seconds)), 2),
         }
     )
@@ -96,6 +105,7 @@ def _differs(new: NodeLoad, reported: NodeLoad) -> bool:
         "memory_limit": 1.0,
         "gpu_memory_bytes": max(1.0, LEAST_CHANGE * new.gpu_memory_limit),
         "gpu_memory_limit": 1.0,
+        "memory_peak": max(1.0, LEAST_GROWTH * new.memory_limit),
         "cores": LEAST_CHANGE * max(1.0, new.cores),
         "resent": LEAST_RESENT,
         "network_errors": max(1.0, 0.5 * new.network_errors),
@@ -147,6 +157,8 @@ class LoadMeter:
         self._thread = BackgroundThread("load")
         self._asked_at: float | None = None
         self._last: _Reading | None = None
+        self._peak = 0
+        """The most memory of all readings, in bytes."""
 
     def load(self, pids: Sequence[int] = ()) -> NodeLoad | None:
         """Return the newest load, without waiting; begin another reading if it is time.
@@ -181,9 +193,11 @@ class LoadMeter:
             self.devices.use,
         )
         last, self._last = self._last, new
+        if new.usage is not None:
+            self._peak = max(self._peak, new.usage.memory_bytes)
         if last is None or new.at <= last.at:
             return
-        found, old = _load(last, new), self.newest
+        found, old = _load(last, new, self._peak), self.newest
         if old is None or _differs(found, old):
             self.newest = found
 

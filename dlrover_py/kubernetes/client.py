@@ -64,6 +64,7 @@ T = TypeVar("T")
 _Seen = tuple[list[T], str]
 """The objects of a list, and the resource version at which the list was complete."""
 _Objs = list[Obj]
+_Kinds = list[Kind]
 _Views = list[T]
 
 PAGE: Final = 500
@@ -151,6 +152,30 @@ class KubeClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+    async def served(self, group: str) -> tuple[Kind, ...]:
+        """Return the kinds that the server has of an API group, those of preferred versions first.
+
+        Args:
+            group: name of the group. A group that is not served has no kinds.
+
+        Raises:
+            KubeError: the server refuses the call, or does not answer; see :class:`KubeClient`.
+        """
+        found: _Kinds = []
+        try:
+            versions = (await self._json("GET", f"/apis/{group}")).get("versions") or ()
+        except NotFoundError:
+            return ()
+        for version in [str(one["version"]) for one in versions]:
+            with contextlib.suppress(NotFoundError):  # it has just gone
+                there = await self._json("GET", f"/apis/{group}/{version}")
+                found += [
+                    Kind(group, version, one["name"], one["kind"], bool(one.get("namespaced")))
+                    for one in there.get("resources") or ()
+                    if "/" not in one["name"]  # a subresource
+                ]
+        return tuple(found)
 
     async def get(self, kind: Kind, name: str, namespace: str = "") -> Obj:
         """Return one object.

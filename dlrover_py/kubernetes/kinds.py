@@ -67,6 +67,8 @@ RESOURCE_FLAVORS: Final = Kind(
 )
 VOLCANO_GROUPS: Final = Kind("scheduling.volcano.sh", "v1beta1", "podgroups", "PodGroup")
 COSCHEDULING_GROUPS: Final = Kind("scheduling.x-k8s.io", "v1alpha1", "podgroups", "PodGroup")
+SCHEDULING: Final = "scheduling.k8s.io"
+"""API group of Kubernetes' own gangs. Which version has them is asked of the API server."""
 CRDS: Final = Kind(
     "apiextensions.k8s.io",
     "v1",

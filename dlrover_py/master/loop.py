@@ -654,9 +654,9 @@ class Loop:
                 self._servers.tell(effect)
             case KeepEvidence():
                 self._evidence.keep(effect, lambda kept: self.add_events([kept]))
-            case CreateNode(node_id, avoid, memory, stable):
+            case CreateNode(node_id, avoid, memory, stable, cpu):
                 create = self._platform.create_node
-                self._run_task(node_id, lambda: create(node_id, avoid, memory, stable))
+                self._run_task(node_id, lambda: create(node_id, avoid, memory, stable, cpu))
             case DeleteNode(node_id, grace_s, _):
                 self._run_task(node_id, lambda: self._platform.delete_node(node_id, grace_s))
 

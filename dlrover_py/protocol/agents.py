@@ -487,6 +487,9 @@ class NodeLoad(Wire):
     """Memory that they use, without page cache that can be reclaimed immediately."""
     memory_limit: Count = 0
     """The memory limit of their container in bytes; 0 if what they use is not known."""
+    memory_peak: Count = 0
+    """The most memory that they were seen to use since the agent started, in bytes. It is looked at
+    every ten seconds."""
     cores: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """Number of CPUs that they use, on average over some seconds."""
     throttled: Annotated[float, Field(ge=0, le=1)] = 0.0

@@ -42,8 +42,11 @@ class AutoscaleSpec(BaseModel):
     """The least gain of throughput for which the size changes: 0.05 stands for 5 %. The time that
     the change takes is counted."""
     scale_up_delay_seconds: Annotated[int, Field(ge=1, le=86_400)] = 60
-    """Seconds for which a larger size must look better before it is taken. Nodes that have not come
-    after five times as long are given back."""
+    """Seconds for which a larger size must look better before it is taken."""
+    wait_for_nodes_seconds: Annotated[int, Field(ge=1, le=86_400)] | None = None
+    """Seconds after which nodes that have not come are given back. If absent, five times
+    ``scaleUpDelaySeconds``. Where hosts are made on demand, it should be more than they need to
+    start."""
     wait_for_spare_seconds: Annotated[int, Field(ge=0, le=86_400)] | None = None
     """Seconds that the job waits at most for the replacement of a lost node before it goes on with
     fewer nodes. It waits only if two changes of size would cost more than the wait. If absent, it
@@ -124,6 +127,10 @@ class PodPlace(BaseModel):
     """Labels of the hosts."""
     tolerations: list[dict[str, Any]] = Field(default_factory=list)
     """Tolerations that Pods on these hosts need."""
+    labels: dict[str, str] = Field(default_factory=dict)
+    """Labels that these Pods get besides."""
+    annotations: dict[str, str] = Field(default_factory=dict)
+    """Annotations that these Pods get, such as the name of a ProvisioningRequest."""
 
 
 class NodeAllocation(BaseModel):

@@ -12,7 +12,7 @@ leniently (:meth:`ElasticJob.read`): the API server has checked them, perhaps by
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Final, Literal, Self, get_args
 
 from pydantic import (
@@ -47,6 +47,7 @@ from dlrover_py.protocol.hosts import BadHosts
 from dlrover_py.protocol.log_rules import MAX_RULES, LogRule, rule_problems
 from dlrover_py.protocol.memory_growth import MemoryGrowthSpec, memory_limit
 from dlrover_py.protocol.names import API_VERSION, KIND, MAIN_CONTAINER
+from dlrover_py.protocol.resource_advice import ResourceAdviceSpec, cpu_milli, has_own_cpus
 from dlrover_py.protocol.sdk import MAX_LOADER_WORKERS, MAX_MICRO_BATCH
 from dlrover_py.protocol.template import (
     DEPTH,
@@ -247,6 +248,9 @@ class ReplicaSpec(Role):
     memory_growth: Annotated[MemoryGrowthSpec | None, CLUSTER_ONLY] = None
     """The higher memory limit of new nodes after one was killed for lack of memory. If absent, new
     nodes have the limit of the template. It has no effect in a queue of Kueue."""
+    resource_advice: Annotated[ResourceAdviceSpec | None, CLUSTER_ONLY] = None
+    """What is said of memory and CPUs of nodes, by what they use, and what new nodes get of it. If
+    absent, nothing is measured."""
     spot_policy: Annotated[Literal["any", "onDemandMin"], CLUSTER_ONLY] = "any"
     """``any``: nodes are placed as the template says. ``onDemandMin``: ``minReplicas`` nodes are
     kept off spot hosts, and further ones prefer them. In a queue of Kueue it has no effect, as its
@@ -318,6 +322,8 @@ class ReplicaSpec(Role):
                 f"memoryGrowth.limit is {growth.limit} and the memory limit of its main container "
                 f"{has}: expected a limit of the container in the template, and no less here"
             )
+        if self.resource_advice is not None:
+            found += self.resource_advice.problems(self.memory)
         if abs(self.rank or 0) > MAX_PRIORITY:
             found.append(
                 f"priority is {self.priority}: expected a number from -{MAX_PRIORITY} to "
@@ -435,12 +441,26 @@ class ReplicaSpec(Role):
 
         It is also 0 if the template limits the memory of the whole Pod (``spec.resources``).
         """
-        try:
-            main = _mapping(_containers(self.template)[self.main_container()])
-        except ConfigError:
-            return 0  # reported elsewhere
         of_pod = memory_limit(_mapping(self.template.get("spec")))
-        return 0 if of_pod else memory_limit(main)
+        return 0 if of_pod else memory_limit(self._main)
+
+    @property
+    def cpu(self) -> int:
+        """The CPU request of the main container in thousandths; 0 if the template has none."""
+        return cpu_milli(self._main, "requests")
+
+    @property
+    def has_own_cpus(self) -> bool:
+        """Whether the CPU limit of the main container is its request, so that both must stay."""
+        return has_own_cpus(self._main)
+
+    @property
+    def _main(self) -> Mapping[str, Any]:
+        """The main container of the template; empty without one, which is reported elsewhere."""
+        try:
+            return _mapping(_containers(self.template)[self.main_container()])
+        except ConfigError:
+            return {}
 
     def main_container(self) -> int:
         """Return the index of the container that runs the agent.

@@ -29,6 +29,7 @@ _GOOD_WHEN_TRUE = (
 """Conditions that are good when they are true. Others are good when they are false."""
 _NEUTRAL = (
     ConditionType.SCALING_ACTIVE,
+    ConditionType.RESOURCES_ADVISED,
     ConditionType.PODS_READY,
     ConditionType.RUNNING,
     ConditionType.SUCCEEDED,
@@ -82,6 +83,14 @@ class JobView:
         for condition in self.conditions:
             if condition.type == ConditionType.SCALING_ACTIVE:
                 return f"size: {condition.message}"
+        return ""
+
+    @property
+    def resource_advice(self) -> str:
+        """What is advised for memory and CPUs of its nodes; empty without ``resourceAdvice``."""
+        for condition in self.conditions:
+            if condition.type == ConditionType.RESOURCES_ADVISED:
+                return f"resources: {condition.message}"
         return ""
 
     @property

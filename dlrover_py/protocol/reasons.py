@@ -66,9 +66,9 @@ class ConditionType(StrEnum):
     than the cluster has, lower ``minReplicas``. If something is missing, the message names it.
     """
     GANG_READY = "GangReady"
-    """The PodGroup that the Pod template names has the job's minimum as ``minMember``. The
-    condition is shown if the template names one and ``gangs.enabled`` is set
-    ([gangs](../gangs.md)).
+    """The PodGroup that the Pod template names has the job's minimum as ``minMember``, or as
+    ``minCount`` of Kubernetes' own groups. The condition is shown if the template names one and
+    ``gangs.enabled`` is set ([gangs](../gangs.md)).
 
     When False: The message says what is missing, or which number the group has.
 
@@ -145,6 +145,16 @@ class ConditionType(StrEnum):
     When False: The size is only advised (``SizeAdvised``), or it cannot be judged: ``NoProgress``.
 
     What to do: For ``NoProgress``, call ``session.report_step`` in the script.
+    """
+    RESOURCES_ADVISED = "ResourcesAdvised"
+    """Nodes use less or more than the template gives them
+    ([resource advice](../autoscaling.md#memory-and-cpus-by-use)). The message says what would do,
+    what was measured, and what new nodes get. The condition is not shown without
+    ``resourceAdvice``.
+
+    When False: The template fits, or the measurement is not long enough yet.
+
+    What to do: Change the template, or let ``resourceAdvice.mode`` be ``auto``.
     """
     HANGING = "Hanging"
     """The job stands still. The message is the verdict: which rank the others wait for, and what it
@@ -389,13 +399,14 @@ class ConditionReason(StrEnum):
     NOT_RUNNING = "NotRunning"
     """``Degraded``: No round trains."""
     AS_EXPECTED = "AsExpected"
-    """``CheckpointFailing``: Checkpoints work."""
+    """``CheckpointFailing``: Checkpoints work. ``ResourcesAdvised``: The template fits."""
     CHECKPOINT_FAILED = "CheckpointFailed"
     """``CheckpointFailing``: The newest state cannot be stored, or kept in memory."""
     OUT_OF_MEMORY = "OutOfMemory"
     """``OutOfMemory``: Memory ran out."""
     MEASURING = "Measuring"
-    """``ScalingActive``: The speed with the present number of nodes is not known yet."""
+    """``ScalingActive``: The speed with the present number of nodes is not known yet.
+    ``ResourcesAdvised``: The nodes were not measured for long enough."""
     NO_PROGRESS = "NoProgress"
     """``ScalingActive``: The script reports no steps, so its speed cannot be measured."""
     ALLOCATED = "Allocated"
@@ -405,6 +416,8 @@ class ConditionReason(StrEnum):
     """``ScalingActive``: The size was changed just now."""
     SIZE_ADVISED = "SizeAdvised"
     """``ScalingActive``: Another size would be better, and ``autoscale.mode`` is ``advise``."""
+    RESOURCES_ADVISED = "ResourcesAdvised"
+    """``ResourcesAdvised``: Other memory or another CPU request would do."""
     SIZE_KEPT = "SizeKept"
     """``ScalingActive``: No other size is worth the change, or the change waits: the message says
     for what."""
@@ -520,7 +533,10 @@ class EventReason(StrEnum):
     """Warning: Why a node was lost, if Kubernetes says it a moment later: memory ran out, and the
     kernel killed its container."""
     MEMORY_RAISED = "MemoryRaised"
-    """A node ran out of memory, and new nodes have a higher limit (``memoryGrowth``)."""
+    """A node ran out of memory, and new nodes have a higher limit (``memoryGrowth``), or again that
+    of the template (``resourceAdvice``)."""
+    RESOURCES_ADVISED = "ResourcesAdvised"
+    """Other memory or another CPU request is advised than before (``resourceAdvice``)."""
     SPOT_HELD = "SpotHeld"
     """Warning: Nodes that may be on spot hosts were taken away too often, so only nodes of the
     minimum are requested for some time (``spotPolicy``). The message says until when."""

@@ -91,11 +91,16 @@ class Allot:
 
 @dataclass(frozen=True, slots=True)
 class KeepPodGroup:
-    """Create the job's PodGroup, or change its minimum."""
+    """Create the job's PodGroup, or change its minimum.
+
+    Before 1.37, Kubernetes cannot change its own groups. Then the group is deleted, and created
+    again when that is observed.
+    """
 
     kind: Kind
     obj: Obj
-    exists: bool
+    existing: str
+    """Uid of the group that exists; empty if there is none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -211,6 +211,11 @@ def _of_worker() -> Iterator[Schema]:
         "has(self.autoscale.deadline)",
         "autoscale.objective is deadline and autoscale.deadline is absent: expected a time",
     )
+    yield _rule(
+        "!has(self.resourceAdvice) || self.resourceAdvice.mode != 'auto' || "
+        "has(self.resourceAdvice.memory) || has(self.resourceAdvice.cpu)",
+        "resourceAdvice.mode is auto: expected resourceAdvice.memory or resourceAdvice.cpu",
+    )
     for field in ("replicas", "minReplicas", "maxReplicas"):
         absent = "" if field == "replicas" else f"!has(self.{field}) || "
         yield _rule(

@@ -59,6 +59,39 @@ POD_SET = "main"
 
 
 @dataclass(frozen=True, slots=True)
+class PodUpdates:
+    """What the admission checks of a Workload have its Pods get.
+
+    A ProvisioningRequest has them name it in an annotation, and may name the hosts that it made.
+    """
+
+    labels: Mapping[str, str] = field(default_factory=dict)
+    annotations: Mapping[str, str] = field(default_factory=dict)
+    node_selector: Mapping[str, str] = field(default_factory=dict)
+    tolerations: tuple[Obj, ...] = ()
+
+    @classmethod
+    def of(cls, status: Obj) -> Self:
+        """Return what the checks in a Workload's status that are ready have said."""
+        checks = [c for c in status.get("admissionChecks") or () if c.get("state") == "Ready"]
+        # There is one set of Pods.
+        found = [one for check in checks for one in check.get("podSetUpdates") or ()]
+
+        def merged(name: str) -> dict[str, str]:
+            return {k: v for one in found for k, v in (one.get(name) or {}).items()}
+
+        more = [toleration for one in found for toleration in one.get("tolerations") or ()]
+        return cls(merged("labels"), merged("annotations"), merged("nodeSelector"), tuple(more))
+
+    @property
+    def digest(self) -> str:
+        """Return a short text that tells these updates from others; empty if there are none."""
+        if not (self.labels or self.annotations or self.node_selector or self.tolerations):
+            return ""
+        return _digest([self.labels, self.annotations, self.node_selector, self.tolerations])
+
+
+@dataclass(frozen=True, slots=True)
 class Workload:
     """The view of a Workload of a job."""
 
@@ -87,6 +120,8 @@ class Workload:
     """Whether it was deleted but still exists."""
     flavors: tuple[str, ...] = ()
     """Names of the ResourceFlavors that its Pods get, sorted."""
+    updates: PodUpdates = field(default_factory=PodUpdates)
+    """What its Pods get besides."""
 
     @classmethod
     def of(cls, obj: Obj) -> Self:
@@ -117,15 +152,18 @@ class Workload:
             evicted=evicted,
             leaving="deletionTimestamp" in meta,
             flavors=tuple(sorted(set((given.get("flavors") or {}).values()))),
+            updates=PodUpdates.of(status),
         )
 
     @property
     def placement(self) -> str:
         """Return the name of the kind of hosts on which its Pods are placed."""
         name = ".".join(self.flavors)
+        if updates := self.updates.digest:
+            name = f"{name or 'any'}-{updates}"
         if len(name) <= 63:
             return name
-        return f"{name[:50].rstrip('.-')}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
+        return f"{name[:50].rstrip('.-')}-{_digest(name)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -463,8 +501,14 @@ class _Decision:
             found[one.placement] = PodPlace(
                 name=one.placement,
                 nodes=one.nodes,
-                node_selector={k: v for flavor in flavors for k, v in flavor.labels.items()},
-                tolerations=[toleration for f in flavors for toleration in f.tolerations],
+                node_selector={k: v for f in flavors for k, v in f.labels.items()}
+                | dict(one.updates.node_selector),
+                tolerations=[
+                    *(toleration for f in flavors for toleration in f.tolerations),
+                    *one.updates.tolerations,
+                ],
+                labels=dict(one.updates.labels),
+                annotations=dict(one.updates.annotations),
             )
         return [found[name] for name in sorted(found)]
 
@@ -531,6 +575,11 @@ class _Decision:
         since = old.since if same and old is not None else self._now
         made = NodeAllocation(nodes=nodes, reason=why, since=since, placements=places)
         return None if made == old else made
+
+
+def _digest(value: object) -> str:
+    """Return a short digest of a value that JSON can have."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def _rest(changes: Changes) -> tuple[tuple[Workload, ...], NodeAllocation | None, bool]:

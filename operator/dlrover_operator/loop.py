@@ -21,13 +21,13 @@ from dlrover_operator import (
     actions,
     allotment,
     credentials,
+    gangs,
     host_watch,
     kueue,
     manifests,
     plan,
 )
 from dlrover_operator.allotment import SharedHosts
-from dlrover_operator.gangs import Gangs
 from dlrover_operator.host_labels import HostLabels
 from dlrover_operator.manifests import Options
 from dlrover_operator.observed import (
@@ -208,7 +208,7 @@ class Operator:
         """What the jobs share; None if no nodes are allotted."""
         self._queues: Queues | None = None
         """The queues of Kueue; None if the operator does not work with them."""
-        self._gangs: Gangs | None = None
+        self._gangs: gangs.Gangs | None = None
         """The PodGroups; None if the operator keeps none."""
         parts: _Parts = {"changed": self._allot_soon, "failed": self._metrics.note_failure}
         if shared is not None:
@@ -216,7 +216,7 @@ class Operator:
         if features.kueue:
             self._queues = Queues(api, self._scopes, **parts)
         if features.gangs:
-            self._gangs = Gangs(api, self._scopes, **parts | {"changed": self._plan_all})
+            self._gangs = gangs.Gangs(api, self._scopes, **parts | {"changed": self._plan_all})
         self._host_labels = HostLabels(api, features.host_labels, self._scopes, parts["failed"])
 
     # --- Start and health ---
@@ -636,12 +636,8 @@ class Operator:
                 there = await self._apply_status(key, uid, names.ALLOCATOR_MANAGER, status)
                 if granted:  # the next decision must know it, even before the watch tells
                     self._keep(JOBS, _QueueItem(key, name, _without_unused(there)))
-            case actions.KeepPodGroup(kind, obj, exists):
-                if exists:
-                    patch = {"spec": {"minMember": obj["spec"]["minMember"]}}
-                    await api.patch(kind, obj["metadata"]["name"], patch, namespace)
-                else:
-                    await api.create_or_own(kind, obj, uid)
+            case actions.KeepPodGroup(kind, obj, existing):
+                await gangs.keep(api, kind, obj, existing)
             case actions.TellOfHosts(bad):
                 status = {} if bad is None else {"badHosts": bad.model_dump(by_alias=True)}
                 await self._apply_status(key, uid, names.HOSTS_MANAGER, status)

@@ -1,7 +1,7 @@
 """The operator's view of a job and its objects, made from what the API server stores."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NewType, Self
 
 from dlrover_py.kubernetes.kinds import Kind
@@ -169,17 +169,33 @@ class WorkerPod:
 
 @dataclass(frozen=True, slots=True)
 class PodGroup:
-    """The view of a PodGroup."""
+    """The view of a PodGroup, or of a group of a Workload."""
 
     owner: str
     """Uid of the ElasticJob that owns it; empty if none does."""
     minimum: int
-    """``minMember``."""
+    """``minMember``, or ``minCount`` of Kubernetes' own groups."""
+    uid: str = ""
+    leaving: bool = False
+    """Whether it was deleted but still exists."""
 
     @classmethod
     def of(cls, obj: Obj) -> Self:
-        """Return the view of an object."""
-        return cls(owner(obj["metadata"]), (obj.get("spec") or {}).get("minMember") or 0)
+        """Return the view of a PodGroup of any API group."""
+        meta, spec = obj["metadata"], obj.get("spec") or {}
+        gang = (spec.get("schedulingPolicy") or {}).get("gang") or {}
+        minimum = spec.get("minMember") or gang.get("minCount") or 0
+        return cls(owner(meta), minimum, meta.get("uid", ""), "deletionTimestamp" in meta)
+
+    @classmethod
+    def parts(cls, obj: Obj) -> dict[str, Self]:
+        """Return the views of the groups in a Workload, by name."""
+        whole = cls.of(obj)
+        groups = (obj.get("spec") or {}).get("podGroups") or ()
+        gangs = {one["name"]: (one.get("policy") or {}).get("gang") or {} for one in groups}
+        return {
+            name: replace(whole, minimum=gang.get("minCount") or 0) for name, gang in gangs.items()
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,10 +203,15 @@ class Gang:
     """What a job's template says of its group, and what the cluster has of it."""
 
     kind: Kind
-    """Kind of the group."""
+    """Kind of the group. The version of Kubernetes' own kinds is empty until it is known."""
     name: str
+    """Name of the PodGroup, or of the Workload."""
+    part: str = ""
+    """Name of the group in a Workload."""
     queue: str = ""
     """Queue of the group, for Volcano."""
+    priority_class: str = ""
+    """Priority class of its Pods, which Kubernetes' own PodGroups repeat."""
     group: PodGroup | None = None
     """The group; None if it does not exist."""
     missing: str = ""

@@ -172,7 +172,7 @@ class _Planner:
         found = self._facts.seen.gang
         wanted = gang.change(job, found) if found is not None else None
         if found is not None and wanted is not None and self._facts.refused is None:
-            yield KeepPodGroup(found.kind, wanted, found.group is not None)
+            yield KeepPodGroup(found.kind, wanted, found.group.uid if found.group else "")
 
     def _delete_remaining_pods(self) -> Iterator[Action]:
         """Delete the worker Pods that hold resources, because there is no master to end them.

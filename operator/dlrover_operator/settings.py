@@ -279,7 +279,8 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--gangs",
         action="store_true",
-        help="keep the PodGroups that Pod templates name for Volcano or the coscheduling plug-in",
+        help="keep the PodGroups that Pod templates name for Volcano, the coscheduling plug-in or "
+        "the gang scheduling of Kubernetes itself",
     )
     p.add_argument(
         "--bad-hosts",

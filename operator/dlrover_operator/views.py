@@ -52,18 +52,18 @@ class Views:
 
     def has_listed(self, kind: Kind, scopes: int) -> bool:
         """Return whether the objects of a kind were listed in so many scopes."""
-        return sum(known is kind for known, _ in self._seen) == scopes
+        return sum(known == kind for known, _ in self._seen) == scopes
 
     def all(self, wanted: Kind) -> Iterator[Any]:
         """Yield the views of all objects of a kind."""
         for (kind, _), held in self._seen.items():
-            if kind is wanted:
+            if kind == wanted:
                 yield from (view for view in held.values() if view is not None)
 
     def items(self, wanted: Kind) -> Iterator[tuple[Key, Any]]:
         """Yield namespace and name, and the view, of all objects of a kind."""
         for (kind, _), held in self._seen.items():
-            if kind is wanted:
+            if kind == wanted:
                 yield from ((key, view) for key, view in held.items() if view is not None)
 
     async def follow(self, kind: Kind, scope: str, labels: str, view: Callable[[Obj], Any]) -> None:

@@ -30,6 +30,7 @@ from dlrover_py.kubernetes.errors import (
 )
 from dlrover_py.kubernetes.kinds import (
     CRDS,
+    DEPLOYMENTS,
     ELASTICJOBS,
     NAMESPACES,
     NODES,
@@ -187,6 +188,13 @@ async def test_an_object_comes_and_goes(bed: Bed) -> None:
         await bed.kube.get(PODS, "a", bed.namespace)
     assert (told.value.status, told.value.reason) == (404, "NotFound")
     assert not await bed.kube.delete(PODS, "a", bed.namespace)
+
+
+async def test_the_server_says_which_kinds_it_has(bed: Bed) -> None:
+    found = await bed.kube.served(DEPLOYMENTS.group)
+    assert DEPLOYMENTS in found
+    assert not [kind for kind in found if "/" in kind.plural]
+    assert await bed.kube.served("nothing.example.com") == ()
 
 
 async def test_a_name_is_taken_once(bed: Bed) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dlrover_operator import loop, manifests, settings
+from dlrover_operator import gang, loop, manifests, settings
 from dlrover_operator.allotment import SharedHosts
 from dlrover_py import __version__
 from dlrover_py.kubernetes import kinds
@@ -553,6 +553,8 @@ def test_queues_and_gangs_add_the_rights_that_they_use_and_no_more() -> None:
     added = of(kinds.WORKLOADS, *made, "delete") | of(kinds.LOCAL_QUEUES, "list", "watch")
     for kind in (kinds.VOLCANO_GROUPS, kinds.COSCHEDULING_GROUPS):
         added |= of(kind, *made, "patch")
+    for kind in (gang.POD_GROUPS, gang.WORKLOADS):
+        added |= of(kind, *made, "patch", "delete")
     assert flat(rules) - flat(plain) == added
     (flavors,) = (o["rules"] for o in of_kind(rendered(values), "ClusterRole")
                   if o["metadata"]["name"].endswith("-flavors"))  # fmt: skip

@@ -130,6 +130,27 @@ def test_nodes_that_do_not_come_are_given_back() -> None:
     assert events == ["4→2: 2 nodes did not come"]
 
 
+def test_hosts_that_take_long_to_start_may_be_waited_for() -> None:
+    """The delay of a growth may be short all the same."""
+    bench = started(scaling_job(waitForNodesSeconds=60), capacity=2)
+    train(bench, 40)
+    assert bench.job.state.scaling.target == 4
+    bench.set_capacity(4)
+    train(bench, 10)
+    assert len(bench.members) == 4
+
+
+def test_a_missing_standby_does_not_hide_a_node_that_starts() -> None:
+    spec = {"mode": "auto", "scaleUpDelaySeconds": 1}
+    bench = started(elastic_job(2, 1, standby=1, maxReplicas=4, autoscale=spec), capacity=2)
+    while bench.job.state.scaling.target != 4:
+        train(bench, 1)
+    bench.set_capacity(3)
+    bench.deliver_facts()  # its Pod runs, and its agent does not yet
+    bench.pass_time(15)
+    assert bench.job.state.scaling.target == 4, "it was not given back while it started"
+
+
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_a_lost_host_is_waited_for_and_not_for_ever(replicas: int) -> None:
     """The host may come back soon, or never; a growth of long ago makes no difference."""

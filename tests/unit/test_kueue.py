@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dlrover_operator import kueue
 from dlrover_operator.allotment import takes_part
-from dlrover_operator.kueue import Changes, Cluster, Flavor, QueuedPod, Workload, decide
+from dlrover_operator.kueue import Changes, Cluster, Flavor, PodUpdates, QueuedPod, Workload, decide
 from dlrover_operator.queues import Queues
 from dlrover_py.protocol import names
 from dlrover_py.protocol.job import ElasticJob
@@ -521,6 +521,49 @@ def test_flavors_of_several_resources_are_one_place_with_a_short_name() -> None:
     both = Workload("w", "u", ("default", "o"), 0, 1, "q", "r", flavors=("a" * 40, "b" * 40))
     assert len(both.placement) == 63
     assert both.placement != replace(both, flavors=("a" * 40, "c" * 40)).placement
+
+
+CHECK = "autoscaling.x-k8s.io/consume-provisioning-request"
+
+
+def test_what_admission_checks_say_of_pods_reaches_those_of_their_workload_alone() -> None:
+    world = running()
+    world.job["spec"]["replicaSpecs"]["worker"]["replicas"] = 5
+    world.settle()
+    name = "elasticjob-x-u-x-3"
+    check = {
+        "name": "provisioned",
+        "state": "Ready",
+        "podSetUpdates": [
+            {
+                "name": "main",
+                "annotations": {CHECK: "request-3"},
+                "labels": {"cost": "team"},
+                "nodeSelector": {"made-by": "request-3"},
+                "tolerations": [{"key": "new", "operator": "Exists"}],
+            }
+        ],
+    }
+    status = {
+        "admission": {"podSetAssignments": [{"name": "main", "flavors": {"cpu": "stable"}}]},
+        "conditions": [{"type": "Admitted", "status": "True"}],
+        "admissionChecks": [check, check | {"name": "other", "state": "Pending"}],
+    }
+    world.workloads[name] = Workload.of(world.objects[name] | {"status": status})
+    world.settle()
+    plain, updated = world.job["status"]["allocation"]["placements"]
+    assert (plain["name"], plain["nodes"]) == ("stable", 4)
+    assert plain["annotations"] == {}
+    assert updated["name"].startswith("stable-")
+    assert updated["nodes"] == 1
+    assert updated["nodeSelector"] == {"pool": "stable", "made-by": "request-3"}
+    assert updated["annotations"] == {CHECK: "request-3"}
+    assert updated["labels"] == {"cost": "team"}
+    assert updated["tolerations"] == [{"key": "new", "operator": "Exists"}]
+    pending = Workload.of(
+        world.objects[name] | {"status": status | {"admissionChecks": [check | {"state": "Retry"}]}}
+    )
+    assert pending.updates == PodUpdates()
 
 
 def test_more_standbys_than_the_quota_has_cost_no_nodes() -> None:

@@ -94,11 +94,18 @@ def test_what_a_container_uses_is_reported_with_its_limit(tmp_path: Path) -> Non
     machine.read(0, 0, 0, 0)
     used[0] = cgroups.Usage(memory_bytes=300, limit_bytes=1000, cpu_us=0)
     first = machine.read(10, 0, 0, 0)
-    assert first == NodeLoad(memory_bytes=300, memory_limit=1000), "no CPU time is known before"
-    used[0] = cgroups.Usage(memory_bytes=340, limit_bytes=1000, cpu_us=100_000)
+    expected = NodeLoad(memory_bytes=300, memory_limit=1000, memory_peak=300)
+    assert first == expected, "no CPU time is known before"
+    used[0] = cgroups.Usage(memory_bytes=309, limit_bytes=1000, cpu_us=100_000)
     assert machine.read(10, 0, 0, 0) is first, "too small a change"
-    used[0] = cgroups.Usage(memory_bytes=340, limit_bytes=1000, cpu_us=25_100_000)
-    assert machine.read(10, 0, 0, 0) == NodeLoad(memory_bytes=340, memory_limit=1000, cores=2.5)
+    used[0] = cgroups.Usage(memory_bytes=290, limit_bytes=1000, cpu_us=25_100_000)
+    assert machine.read(10, 0, 0, 0) == NodeLoad(
+        memory_bytes=290, memory_limit=1000, memory_peak=309, cores=2.5
+    )
+    used[0] = cgroups.Usage(memory_bytes=320, limit_bytes=1000, cpu_us=50_100_000)
+    grown = machine.read(10, 0, 0, 0)
+    assert grown is not None
+    assert grown.memory_peak == 320, "a peak is reported sooner than other changes"
     used[0] = cgroups.Usage(memory_bytes=340, limit_bytes=2000, cpu_us=50_100_000)
     raised = machine.read(10, 0, 0, 0)
     assert raised is not None

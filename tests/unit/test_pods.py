@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from dlrover_py.master.core.events import NodeEnded, NodeSeen
 from dlrover_py.master.platform.kubernetes.pods import (
+    Given,
     PodContext,
     fact,
     node_of,
@@ -115,7 +116,7 @@ def test_a_higher_memory_limit_is_that_of_the_main_container_and_of_no_other() -
         (3 << 30, {"limits": {"memory": str(3 << 30)}, "requests": {"memory": str(3 << 29)}}),
     ):
         given = job(template(containers=two))
-        side, main = pod(given, N7, SITE, memory=memory)["spec"]["containers"]
+        side, main = pod(given, N7, SITE, given=Given(memory))["spec"]["containers"]
         assert main["resources"] == expected
         assert side["resources"] == limits
 
@@ -194,8 +195,19 @@ def terms(affinity: Any, avoid: list[str]) -> list[dict[str, Any]]:
 
 def test_a_place_that_a_queue_has_given_is_added_to_what_the_template_asks_for() -> None:
     mine = template(nodeSelector={"gpu": "h100"}, tolerations=[{"key": "a"}])
-    place = PodPlace(name="spot", nodes=1, node_selector={"pool": "s"}, tolerations=[{"key": "b"}])
+    place = PodPlace(
+        name="spot",
+        nodes=1,
+        node_selector={"pool": "s"},
+        tolerations=[{"key": "b"}],
+        labels={"cost": "team", LABEL_PLACEMENT: "other"},
+        annotations={"autoscaling.x-k8s.io/consume-provisioning-request": "r"},
+    )
     out = pod(job(mine), N7, SITE, (), place)
+    assert out["metadata"]["labels"]["cost"] == "team"
+    assert (
+        out["metadata"]["annotations"]["autoscaling.x-k8s.io/consume-provisioning-request"] == "r"
+    )
     assert out["spec"]["nodeSelector"] == {"gpu": "h100", "pool": "s"}
     assert out["spec"]["tolerations"] == [{"key": "a"}, {"key": "b"}]
     assert out["metadata"]["labels"][LABEL_PLACEMENT] == "spot"

@@ -244,10 +244,11 @@ class Autoscaler:
         if self.state.pending_round is not None:
             return True
         count = self.live.nodes.count
-        here = sum(map(count, (Readiness.READY, Readiness.BUSY, Readiness.NEAR)))
-        here += count(Readiness.PENDING, alive=True)
+        # Whatever starts takes a rank that is missing, and becomes a standby only if none is.
+        starting = count(Readiness.NEAR) + count(Readiness.PENDING, alive=True)
         size = len(self.state.world.members) if self.state.world is not None else 0
-        return here - self.live.spec.worker.standby_replicas > size
+        beside = count(Readiness.READY) + count(Readiness.BUSY) - size
+        return starting > 0 or beside > self.live.spec.worker.standby_replicas
 
     def _note_resize(self) -> None:
         """Take in the time that the last change of size has cost, once a step follows it."""

@@ -108,12 +108,13 @@ class Capacity:
                 restart=restart.at if restart is not None else "",
                 memory=self._memory.of_new_nodes,
                 stable=at < stable,
+                cpu=self._memory.cpu_of_new_nodes,
             )
             failures = slot.failed_before_report
             self.live.nodes.plan(node_id, record, failed_before_report=failures)
             if avoid:
                 self._avoiding_hosts.add(node_id)
-            self.live.emit(CreateNode(node_id, avoid, record.memory, record.stable))
+            self.live.emit(CreateNode(node_id, avoid, record.memory, record.stable, record.cpu))
         self.state.replacement_slots[:] = later
         self.live.wake(*(s.not_before for s in later if s.not_before > self.live.now))
 

@@ -115,7 +115,9 @@ class Departures:
                 # The request for it is on its way or was lost, or the list is older than the
                 # request.
                 record = node.record
-                self.live.emit(CreateNode(node.id, record.avoid, record.memory, record.stable))
+                self.live.emit(
+                    CreateNode(node.id, record.avoid, record.memory, record.stable, record.cpu)
+                )
 
     def node_leaving(self, node: Node, why: str) -> None:
         """Mark a node as leaving with notice, and have its place filled without a charge.

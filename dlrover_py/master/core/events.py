@@ -255,6 +255,8 @@ class CreateNode:
     """Memory limit in bytes; 0 for that of the template."""
     stable: bool = False
     """Whether the node must not be placed on a spot host."""
+    cpu: int = 0
+    """CPU request in thousandths of a CPU; 0 for that of the template."""
 
 
 @dataclass(frozen=True, slots=True)

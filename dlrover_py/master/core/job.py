@@ -43,6 +43,7 @@ from dlrover_py.master.core.failures import Failures
 from dlrover_py.master.core.goodput import Goodput
 from dlrover_py.master.core.history import EVENTS_KEPT, CoreContext, EventLog
 from dlrover_py.master.core.reports import Reports, TrainingReports
+from dlrover_py.master.core.resource_advice import ResourceAdvice
 from dlrover_py.master.core.rounds import Rounds
 from dlrover_py.master.core.servers import Servers
 from dlrover_py.master.core.sharding import Sharding
@@ -104,7 +105,8 @@ class Job:
         self._spec_changes = SpecChanges(context, transitions, capacity, departures, checkpointing)
         self._diagnosis, self._goodput = Diagnosis(context, assignments, failures), Goodput(context)
         self._wrong = WrongValues(context, failures, transitions)
-        self._slow, self._crashes = SlowJob(context, admission), CrashEvidence(context)
+        self._slow, self._advice = SlowJob(context, admission), ResourceAdvice(context)
+        self._crashes = CrashEvidence(context)
         training = TrainingReports(context, transitions, failures, self._goodput, tuning)
         self._reports = Reports(context, assignments, admission, departures, failures, training)
         self._log_rules, self._status = LogFindings(context), StatusReport(context, self._goodput)
@@ -214,6 +216,7 @@ class Job:
         self._wrong.decide()
         self._slow.decide()
         self._diagnosis.decide()  # it looks at what the others have found
+        self._advice.decide()
         self._failures.resolve_suspected_failure()
         self._crashes.decide()
         self._failures.reset_budgets()

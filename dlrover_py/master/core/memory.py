@@ -1,14 +1,19 @@
-"""The memory limit of new nodes, which is raised once a node has run out of memory."""
+"""What new nodes have of memory and CPUs: more memory once a node has run out of it, and what the
+advice gives them."""
 
 from dlrover_py.master.core.history import CoreContext
 from dlrover_py.master.core.nodes import Node
 from dlrover_py.protocol.memory_growth import MIB, MemoryGrowthSpec
 from dlrover_py.protocol.reasons import EventReason
+from dlrover_py.protocol.resource_advice import CpuRange, MemoryRange, ResourceAdviceSpec
 from dlrover_py.protocol.status import JobPhase
 
 
 class NodeMemory:
-    """Decides on the memory limit of new nodes, as ``memoryGrowth`` of the job's spec says."""
+    """Decides on the memory limit and the CPU request of new nodes.
+
+    ``memoryGrowth`` and ``resourceAdvice`` of the job's spec say what they may be.
+    """
 
     def __init__(self, context: CoreContext) -> None:
         self.state, self.live, self.log = context.state, context.live, context.log
@@ -18,38 +23,85 @@ class NodeMemory:
         """The memory limit of new nodes in bytes; 0 for that of the template.
 
         A raise counts until the template has as much, ``memoryGrowth`` is removed, or the job is
-        put into a queue of Kueue.
+        put into a queue of Kueue. It counts more than advice to have less.
         """
+        return max(self._raised, self._advised_memory)
+
+    @property
+    def cpu_of_new_nodes(self) -> int:
+        """The CPU request of new nodes in thousandths of a CPU; 0 for that of the template."""
+        worker, advice = self.live.spec.worker, self._advice
+        if advice is None or advice.cpu is None or not worker.cpu or worker.has_own_cpus:
+            return 0
+        found = _within(self.state.new_nodes.advised_cpu, worker.cpu, advice.cpu)
+        return found if found != worker.cpu else 0
+
+    @property
+    def _raised(self) -> int:
+        """The limit in bytes after a raise; 0 if none counts."""
         raised, worker, growth = self.state.new_nodes.memory, self.live.spec.worker, self._growth
         if not raised or growth is None:
             return 0
         raised = min(raised, growth.limit_bytes)
         return raised if raised > worker.memory else 0
 
+    @property
+    def _advised_memory(self) -> int:
+        """The limit in bytes that the advice gives to new nodes; 0 for that of the template."""
+        worker, new, advice = self.live.spec.worker, self.state.new_nodes, self._advice
+        if advice is None or advice.memory is None:
+            return 0
+        found = _within(new.advised_memory, worker.memory, advice.memory)
+        lowered = found < worker.memory
+        if found == worker.memory or (lowered and new.lack == self.live.template_hash):
+            return 0
+        return found
+
+    @property
+    def _advice(self) -> ResourceAdviceSpec | None:
+        """What the spec says about advice that new nodes get; None if they get none."""
+        advice, new = self.live.spec.worker.resource_advice, self.state.new_nodes
+        if advice is None or advice.mode != "auto" or new.advised_for != self.live.template_hash:
+            return None
+        if self.live.spec.in_queue or not self.live.rules.limits_memory:
+            return None
+        return advice
+
     def grow(self, node: Node) -> str:
         """Raise the limit of new nodes after a node ran out of memory; return why.
 
-        Nodes that run keep their limit. The caller has the node replaced, which costs no budget
-        then. If new nodes have a higher limit than this one already, only the replacement follows:
-        after an earlier raise, or if it was created from another template. A raise is recorded as
-        an event.
+        The caller has the node replaced, which costs no budget then. If new nodes have a higher
+        limit than this one already, only the replacement follows: after an earlier raise, or if it
+        was created from another template. A raise is recorded as an event. A limit that advice had
+        lowered is that of the template again, until the template changes.
 
         The result is empty if the failure counts like any other: without ``memoryGrowth``, in a
         queue of Kueue, whose quota is for the template's limit, if the node had the higher limit
         already, in a job that has ended or is suspended, or where the platform does not limit
         memory.
         """
-        if self._growth is None or self.state.phase.ended or self.state.phase is JobPhase.SUSPENDED:
+        if self.state.phase.ended or self.state.phase is JobPhase.SUSPENDED:
             return ""
-        worker = self.live.spec.worker
+        worker, new_nodes, had = self.live.spec.worker, self.state.new_nodes, self._had(node)
+        if new_nodes.usage.template == self.live.template_hash and new_nodes.usage.peak < had:
+            new_nodes.usage = new_nodes.usage.model_copy(update={"peak": had})
+            self.state.changed()
         if why := self.lacks(node):
             return why
-        new = self._growth.raised(worker.memory)
-        if self.of_new_nodes or new == worker.memory:
+        if self._advised_memory and node.record.memory and had < worker.memory:
+            new_nodes.lack = self.live.template_hash
+            self.state.changed()
+            return self._record(node, had, worker.memory)
+        new = self._growth.raised(worker.memory) if self._growth is not None else 0
+        if self._raised or new <= had:
             return ""
-        self.state.new_nodes.memory = new
+        new_nodes.memory = new
         self.state.changed()
-        message = f"new nodes have {new // MIB} MiB of memory instead of {worker.memory // MIB} MiB"
+        return self._record(node, worker.memory, new)
+
+    def _record(self, node: Node, before: int, new: int) -> str:
+        """Record that the limit of new nodes was raised; return why nothing is charged."""
+        message = f"new nodes have {new // MIB} MiB of memory instead of {before // MIB} MiB"
         self.log.record(
             EventReason.MEMORY_RAISED,
             f"node {node.id} ran out of memory: {message}",
@@ -62,15 +114,19 @@ class NodeMemory:
 
         That is so if new nodes have a higher limit, or if it was created from another template.
         """
-        if self._growth is None:
+        if self._growth is None and self.live.spec.worker.resource_advice is None:
             return ""
-        worker = self.live.spec.worker
-        new = self.of_new_nodes or worker.memory
-        outdated = node.record.template_hash not in ("", self.live.template_hash)
-        had = node.record.memory or (0 if outdated else worker.memory)
-        if new <= had:
+        if self.live.spec.in_queue or not self.live.rules.limits_memory:
+            return ""
+        new = self.of_new_nodes or self.live.spec.worker.memory
+        if new <= self._had(node):
             return ""
         return f"new nodes have {new // MIB} MiB of memory, and nothing is charged"
+
+    def _had(self, node: Node) -> int:
+        """Return the memory limit of a node in bytes; 0 if that is not known."""
+        outdated = node.record.template_hash not in ("", self.live.template_hash)
+        return node.record.memory or (0 if outdated else self.live.spec.worker.memory)
 
     @property
     def _growth(self) -> MemoryGrowthSpec | None:
@@ -78,3 +134,16 @@ class NodeMemory:
         if self.live.spec.in_queue or not self.live.rules.limits_memory:
             return None
         return self.live.spec.worker.memory_growth
+
+
+def _within(advised: int, present: int, span: MemoryRange | CpuRange) -> int:
+    """Return what new nodes get of advice: no less and no more than a range, or than the template.
+
+    Args:
+        advised: What is advised.
+        present: What the template has.
+        span: The range.
+    """
+    if advised < present:
+        return max(advised, min(span.least, present))
+    return min(advised, max(span.most, present))

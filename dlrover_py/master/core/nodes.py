@@ -62,6 +62,8 @@ class NodeRecord:
     """Memory limit in bytes that the node was created with; 0 for that of the template."""
     stable: bool = False
     """Whether the node must not be placed on a spot host."""
+    cpu: Count = 0
+    """CPU request in thousandths of a CPU that it was created with; 0 for that of the template."""
 
 
 @dataclass(slots=True)

@@ -428,7 +428,7 @@ def _given_back(record: ScalingRecord, view: View) -> Decision | None:
     back = _reached(record, view)
     missing = view.target - view.size
     text = f"{view.target}→{back}: {counted(missing, 'node')} did not come"
-    wait_s = float(2 * WAITS * view.spec.scale_up_delay_seconds)
+    wait_s = 2.0 * _patience_s(view)
     return Decision(back, ConditionReason.RESIZED, text, absent_s=wait_s)
 
 
@@ -438,7 +438,13 @@ def _wait_of(record: ScalingRecord, view: View) -> float:
         return math.inf
     if record.short_since is None or _reached(record, view) >= view.target:
         return math.inf
-    return min(record.short_since, view.now) + WAITS * view.spec.scale_up_delay_seconds
+    return min(record.short_since, view.now) + _patience_s(view)
+
+
+def _patience_s(view: View) -> float:
+    """Return how many seconds missing nodes are waited for."""
+    spec = view.spec
+    return float(spec.wait_for_nodes_seconds or WAITS * spec.scale_up_delay_seconds)
 
 
 def _reached(record: ScalingRecord, view: View) -> int:

@@ -29,6 +29,7 @@ from dlrover_py.master.core.nodes import NodeRecord, Nodes, ReportPace, pace
 from dlrover_py.master.core.rendezvous import RoundMembers, Size
 from dlrover_py.master.core.scaling import ScalingRecord
 from dlrover_py.master.core.time_account import TimeAccount
+from dlrover_py.master.core.usage import UsageRecord
 from dlrover_py.protocol import json_text
 from dlrover_py.protocol.agents import (
     COUNT,
@@ -140,10 +141,21 @@ class ReplacementSlot(_JournalModel):
 
 
 class NewNodesRecord(_JournalModel):
-    """The raised memory limit of new nodes, and the last reclaims of nodes on spot hosts."""
+    """What new nodes get instead of what the template says, and the last reclaims of nodes on spot
+    hosts."""
 
     memory: Count = 0
     """Memory limit in bytes to which that of new nodes was raised; 0 if it was not."""
+    advised_for: str = ""
+    """Hash of the template for which memory and CPUs were advised; empty if none were."""
+    advised_memory: Count = 0
+    """Memory limit in bytes that is advised."""
+    advised_cpu: Count = 0
+    """CPU request in thousandths of a CPU that is advised; 0 if the template has none."""
+    lack: str = ""
+    """Hash of the template with which a node ran out of memory below the template's limit."""
+    usage: UsageRecord = Field(default_factory=UsageRecord)
+    """What nodes have used, as it was last stored."""
     reclaims: list[float] = Field(default_factory=list)
     """Unix times at which the last nodes that may be on spot hosts were taken away, the oldest
     first."""
@@ -235,7 +247,7 @@ class DurableState:
     out_of_memory: str = ""
     """The last failure or loss because of exhausted memory, until training is steady again."""
     new_nodes: NewNodesRecord = Field(default_factory=NewNodesRecord)
-    """The raised memory limit of new nodes, and the last reclaims of nodes on spot hosts."""
+    """What new nodes get, and the last reclaims of nodes on spot hosts."""
     max_step: Count | None = None
     """The highest training step that was reported."""
     resumed: bool = False
@@ -466,6 +478,8 @@ class TransientState:
     """Further nodes for which the platform has room; None if it has not said."""
     scaling_reason: tuple[ConditionReason, str] | None = None
     """Why the job has its size; None if it neither scales by itself nor has an allocation."""
+    resource_advice: tuple[ConditionReason, str] | None = None
+    """Which memory and CPUs are advised, and why; None without advice."""
     servers: dict[NodeId, NodeSeen] = field(default_factory=dict)
     """What the platform has said last of each server."""
     tables: TablesStatus | None = None

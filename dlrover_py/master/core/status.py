@@ -244,6 +244,12 @@ class StatusReport:
         self._update_shards(wall)
         self._update_scaling(wall)
         self._update_tuning(wall)
+        if self.live.resource_advice is None:
+            self._conditions.pop(ConditionType.RESOURCES_ADVISED, None)
+        else:
+            why, text = self.live.resource_advice
+            other = why is ConditionReason.RESOURCES_ADVISED
+            self._set(ConditionType.RESOURCES_ADVISED, other, why, text, wall)
         if self.live.tables_risk is not None:
             why, text = self.live.tables_risk
             risk = why is not ConditionReason.RESOLVED and not self.state.phase.ended

@@ -75,7 +75,12 @@ class Platform(Protocol):
         ...
 
     async def create_node(
-        self, node: NodeId, avoid: Sequence[str] = (), memory: int = 0, stable: bool = False
+        self,
+        node: NodeId,
+        avoid: Sequence[str] = (),
+        memory: int = 0,
+        stable: bool = False,
+        cpu: int = 0,
     ) -> None:
         """Have the node created, now or when there is room; an existing node stays as it is.
 
@@ -90,6 +95,8 @@ class Platform(Protocol):
                 ``limits_memory`` ignores it.
             stable: Whether the node must not be placed on a spot host. A platform without
                 ``avoids_hosts`` ignores it.
+            cpu: CPU request in thousandths; 0 for that of the template. A platform without
+                ``limits_memory`` ignores it.
 
         Raises:
             TransientError: The platform cannot be reached, or refuses now. The caller calls again.

@@ -67,7 +67,12 @@ class LocalPlatform:
         return 0.0
 
     async def create_node(
-        self, node: NodeId, avoid: Sequence[str] = (), memory: int = 0, stable: bool = False
+        self,
+        node: NodeId,
+        avoid: Sequence[str] = (),
+        memory: int = 0,
+        stable: bool = False,
+        cpu: int = 0,
     ) -> None:
         """Have the node created, now or when there is room; an existing node stays as it is.
 
@@ -76,6 +81,7 @@ class LocalPlatform:
             avoid: Not used: the hosts are simulated.
             memory: Not used: processes have no memory limit.
             stable: Not used.
+            cpu: Not used: processes have no CPU request.
 
         Raises:
             TransientError: The cluster process cannot be reached, or refuses now.

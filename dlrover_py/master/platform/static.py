@@ -35,7 +35,12 @@ class StaticPlatform:
         return 0.0
 
     async def create_node(
-        self, node: NodeId, avoid: Sequence[str] = (), memory: int = 0, stable: bool = False
+        self,
+        node: NodeId,
+        avoid: Sequence[str] = (),
+        memory: int = 0,
+        stable: bool = False,
+        cpu: int = 0,
     ) -> None:
         """Refuse to create a node, because nodes are started by hand.
 
@@ -44,6 +49,7 @@ class StaticPlatform:
             avoid: Not used.
             memory: Not used.
             stable: Not used.
+            cpu: Not used.
 
         Raises:
             InvariantError: In every case. The master must not call this, as `can_create` is false.

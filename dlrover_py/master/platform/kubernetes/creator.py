@@ -78,7 +78,7 @@ class PodCreator:
         """
 
     async def create_node(
-        self, node: NodeId, avoid: Sequence[str], memory: int, stable: bool
+        self, node: NodeId, avoid: Sequence[str], memory: int, stable: bool, cpu: int
     ) -> None:
         """Try to create the Pod until it exists or the task is canceled.
 
@@ -92,13 +92,14 @@ class PodCreator:
             avoid: Hosts that the Pod must not be placed on.
             memory: Memory limit of the main container in bytes; 0 for that of the template.
             stable: Whether the Pod must not be placed on a spot host.
+            cpu: CPU request of the main container in thousandths; 0 for that of the template.
 
         Raises:
             TransientError: An attempt failed without a refusal of the Pod. The caller calls again.
         """
         refusals = self._table.refusals
         try:
-            problem = await self._create(node, avoid, memory, stable)
+            problem = await self._create(node, avoid, memory, stable, cpu)
             while problem is not None:
                 if problem != refusals.get(node):
                     log.warning(problem.type, extra={"node": node, "why": problem.message})
@@ -107,7 +108,7 @@ class PodCreator:
                     self._context.facts.put([refused])
                 async with self._again:
                     await self._wait_for_room()
-                    problem = await self._create(node, avoid, memory, stable)
+                    problem = await self._create(node, avoid, memory, stable, cpu)
                     self._refused += problem is not None
             self._refused = 0
             self._made.set()
@@ -138,7 +139,7 @@ class PodCreator:
                 await self._made.wait()
 
     async def _create(
-        self, node: NodeId, avoid: Sequence[str], memory: int, stable: bool
+        self, node: NodeId, avoid: Sequence[str], memory: int, stable: bool, cpu: int
     ) -> PodProblem | None:
         """Make one attempt; return the problem if the Pod is refused, otherwise None.
 
@@ -150,7 +151,9 @@ class PodCreator:
         """
         post = self._posts.get(node)
         if post is None:
-            post = self._posts[node] = asyncio.create_task(self._post(node, avoid, memory, stable))
+            post = self._posts[node] = asyncio.create_task(
+                self._post(node, avoid, memory, stable, cpu)
+            )
             post.add_done_callback(functools.partial(self._posted, node))
         return await asyncio.shield(post)
 
@@ -161,7 +164,7 @@ class PodCreator:
             post.exception()
 
     async def _post(
-        self, node: NodeId, avoid: Sequence[str], memory: int, stable: bool
+        self, node: NodeId, avoid: Sequence[str], memory: int, stable: bool, cpu: int
     ) -> PodProblem | None:
         """Send one request to create the node's Pod; return why it was refused, otherwise None.
 
@@ -184,7 +187,8 @@ class PodCreator:
             job = jobs.job
             try:
                 place = None if is_server(node) else self._place(job, node)
-                pod = pods.pod(job, node, context.pod_context, avoid, place, memory, stable)
+                given = pods.Given(memory, cpu)
+                pod = pods.pod(job, node, context.pod_context, avoid, place, given, stable)
                 with transient(
                     ConfigError, AlreadyExistsError, InvalidError, ForbiddenError, NotFoundError
                 ):

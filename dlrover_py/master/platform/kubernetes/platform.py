@@ -154,7 +154,12 @@ class KubernetesPlatform:
             await asyncio.sleep(random_delay_s(least_s, most_s) - silent_s)
 
     async def create_node(
-        self, node: NodeId, avoid: Sequence[str] = (), memory: int = 0, stable: bool = False
+        self,
+        node: NodeId,
+        avoid: Sequence[str] = (),
+        memory: int = 0,
+        stable: bool = False,
+        cpu: int = 0,
     ) -> None:
         """Try to create the Pod until it exists or the task is canceled.
 
@@ -166,11 +171,12 @@ class KubernetesPlatform:
             avoid: Hosts that the Pod must not be placed on.
             memory: Memory limit of the main container in bytes; 0 for that of the template.
             stable: Whether the Pod must not be placed on a spot host.
+            cpu: CPU request of the main container in thousandths; 0 for that of the template.
 
         Raises:
             TransientError: An attempt failed without a refusal of the Pod. The caller calls again.
         """
-        await self._creator.create_node(node, avoid, memory, stable)
+        await self._creator.create_node(node, avoid, memory, stable, cpu)
 
     async def delete_node(self, node: NodeId, grace_s: float) -> None:
         """Wait until a Pod ends by itself within the grace; otherwise delete it.

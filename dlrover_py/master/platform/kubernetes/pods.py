@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from dlrover_py.master.core import topology
 from dlrover_py.master.core.events import Event, NodeEnded, NodeSeen
@@ -35,6 +35,7 @@ from dlrover_py.protocol.job import (
 from dlrover_py.protocol.memory_growth import with_memory_limit
 from dlrover_py.protocol.names import NodeId, id_key, is_server, role_of
 from dlrover_py.protocol.reasons import ConditionType
+from dlrover_py.protocol.resource_advice import with_cpu_request
 from dlrover_py.protocol.template import in_lines
 from dlrover_py.protocol.timing import POD_GRACE_S
 
@@ -72,6 +73,19 @@ class PodContext:
     """Address of the master's Service."""
 
 
+class Given(NamedTuple):
+    """What a Pod gets instead of what the template says of its main container."""
+
+    memory: int = 0
+    """Memory limit in bytes; 0 for that of the template."""
+    cpu: int = 0
+    """CPU request in thousandths; 0 for that of the template."""
+
+
+AS_WRITTEN = Given()
+"""The Pod gets what the template says."""
+
+
 def node_of(job: str, pod: str) -> NodeId:
     """Return the id of the node that a Pod of this name belongs to.
 
@@ -87,7 +101,7 @@ def pod(
     pod_context: PodContext,
     avoid: Iterable[str] = (),
     place: PodPlace | None = None,
-    memory: int = 0,
+    given: Given = AS_WRITTEN,
     stable: bool = False,
 ) -> Obj:
     """Return the Pod to create for a node. Nothing is created, and the job is not changed.
@@ -98,8 +112,8 @@ def pod(
         pod_context: Values that all Pods of the job share.
         avoid: Hosts that the Pod must not be placed on.
         place: The kind of hosts that it must be placed on; None for all.
-        memory: Memory limit of the main container in bytes; 0 for that of the template. It has no
-            effect if the template has no limit, or a higher one.
+        given: Other memory and CPUs for the main container. It has no effect on what the template
+            does not limit or request. Less memory than in the template is given only by advice.
         stable: Whether the Pod must not be placed on a spot host.
 
     Raises:
@@ -119,16 +133,16 @@ def pod(
     if wrong:
         raise ConfigError(in_lines(wrong))
     template: Obj = copy.deepcopy(role.template or {})
-    given, spec = template.get("metadata") or {}, template["spec"]
+    written, spec = template.get("metadata") or {}, template["spec"]
     meta: Obj = {
         "name": names.pod_of(job.metadata.name, node),
         "namespace": job.metadata.namespace,
         "annotations": {
-            **(given.get("annotations") or {}),
+            **(written.get("annotations") or {}),
             names.NOTE_TEMPLATE: role.template_hash,
         },
         "labels": {
-            **(given.get("labels") or {}),
+            **(written.get("labels") or {}),
             names.LABEL_APP: names.APP,
             names.LABEL_JOB: job.metadata.name,
             names.LABEL_ROLE: role_of(node),
@@ -142,8 +156,12 @@ def pod(
         spec.setdefault("automountServiceAccountToken", False)
     if role.priority_class:
         spec.setdefault("priorityClassName", role.priority_class)
-    if memory > job.worker.memory > 0:
-        spec["containers"][index] = with_memory_limit(spec["containers"][index], memory)
+    advice = job.worker.resource_advice
+    may_have_less = advice is not None and advice.mode == "auto"
+    if given.memory > job.worker.memory > 0 or (given.memory and may_have_less):
+        spec["containers"][index] = with_memory_limit(spec["containers"][index], given.memory)
+    if given.cpu and job.worker.cpu:
+        spec["containers"][index] = with_cpu_request(spec["containers"][index], given.cpu)
     _extend_main_container(spec, spec["containers"][index], job, node, pod_context)
     _exclude_hosts(spec, avoid, SPOT_LABELS if stable else {})
     if is_server(node):
@@ -152,7 +170,8 @@ def pod(
     elif job.worker.spot_policy != "any" and not stable:
         _prefer_spot(spec)
     if place is not None:
-        meta["labels"][names.LABEL_PLACEMENT] = place.name
+        meta["labels"] = {**place.labels, **meta["labels"], names.LABEL_PLACEMENT: place.name}
+        meta["annotations"] |= place.annotations
         spec["nodeSelector"] = {**(spec.get("nodeSelector") or {}), **place.node_selector}
         spec["tolerations"] = [*(spec.get("tolerations") or []), *place.tolerations]
     return {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
