@@ -112,7 +112,13 @@ class Spread:
         self.copies[server] += 1
 
     def move(self, bucket: int, old: Placement, new: Placement) -> None:
-        """Note that the placement of a bucket changes."""
+        """Note that the placement of a bucket changes.
+
+        Args:
+            bucket: The bucket.
+            old: Its present placement.
+            new: The next one.
+        """
         before, later = after(old), after(new)
         self.copies.subtract(before)
         self.copies.update(later)

@@ -50,7 +50,6 @@ from dlrover_py.trainer.options import SaveOptions
 from dlrover_py.trainer.placement import DRAIN_S, SlotClaim, WorkerContext
 from dlrover_py.trainer.replica_check import ReplicaCheck
 from dlrover_py.trainer.replica_tracking import ReplicaTracker
-from dlrover_py.trainer.rollcall import format_by_rank
 from dlrover_py.trainer.saving import SaveStarter
 from dlrover_py.trainer.schedule import SaveSchedule
 from dlrover_py.trainer.settings import Settings
@@ -245,6 +244,8 @@ class Checkpointer:
                 other nodes raise CheckpointError.
             RuntimeError: another rank is gone.
         """
+        from dlrover_py.trainer import loading
+
         _check_mapping(state)
         if self._claim.closed:
             raise ConfigError("checkpoint: load() after close(): expected another Checkpointer")
@@ -252,11 +253,18 @@ class Checkpointer:
             context = self._site()
             self._finish_saves(context)
             with_rng = self._starter.whole(state)
-            found = self._restore(context, with_rng)
+            found = loading.load_newest(
+                with_rng,
+                context,
+                self.settings,
+                dir=self.dir,
+                strict=self.strict,
+                prepare=partial(self._cuts.restore, state),
+            )
             self._cuts.loaded(state, None if found is None else found.id)
             self._begin_timeline(context, found)
             if found is None:
-                self._initialize(context, state, init)
+                loading.initialize(state, context, init, dir=self.dir, strict=self.strict)
             context.stager.warm(expected_bytes(with_rng, context.rank))
             return None if found is None else found.step
 
@@ -546,32 +554,6 @@ class Checkpointer:
 
     # --- A load ---
 
-    def _restore(self, context: WorkerContext, state: Mapping[str, object]) -> "Loaded | None":
-        """Fill the state with the newest checkpoint that all ranks can have; None if none exists.
-
-        This is collective. Errors of :func:`dlrover_py.trainer.restore.load` are raised, and
-        UnreachableError if the transfer server of the agent does not answer.
-        """
-        from dlrover_py.checkpoint.directory import CheckpointDirectory
-        from dlrover_py.trainer import restore
-        from dlrover_py.trainer.candidates import local_agent
-
-        with local_agent(self.settings.transfer_socket) as agent:
-            return restore.load(
-                state,
-                rank=context.rank,
-                world=context.world,
-                arena=context.folder,
-                agent=agent,
-                store=None if self.dir is None else CheckpointDirectory(self.dir),
-                strict=self.strict,
-                log=log,
-                round=context.round,
-                job=context.job,
-                rejected=self.settings.rejected,
-                prepare=partial(self._cuts.restore, state),
-            )
-
     def _begin_timeline(self, context: WorkerContext, found: "Loaded | None") -> None:
         """Begin a new timeline after a load, and restart the intervals of saves. Collective.
 
@@ -595,50 +577,6 @@ class Checkpointer:
         self._schedule.loaded(found, time.time())  # noqa: TID251 - as the manifest has it; clamped
         if found is not None:
             self._storage.loaded(self.settings, found.folder)
-
-    def _initialize(
-        self,
-        context: WorkerContext,
-        state: Mapping[str, object],
-        init: str | os.PathLike[str] | None,
-    ) -> None:
-        """Give the state the values of ``init``; without ``init`` the state stays as it is.
-
-        This is collective.
-
-        Args:
-            context: the context of this worker.
-            state: the state that is filled.
-            init: a folder or address that ``torch.distributed.checkpoint.save`` has written, or
-                None.
-
-        Raises:
-            CallsDifferError: some ranks pass ``init``, and others do not.
-            CheckpointError: the values cannot be read.
-            ConfigError: there is no ``init``, and the directory of checkpoints is itself a
-                checkpoint.
-        """
-        from dlrover_py.checkpoint.directory import CheckpointDirectory
-
-        calls = context.gather("load()" if init is None else "load(init=…)")
-        if len(set(calls)) > 1:
-            raise CallsDifferError(
-                "checkpoint: the ranks have made different calls where all must make the same one: "
-                f"{format_by_rank(dict(enumerate(calls)))}: pass init on every rank, or on none"
-            )
-        if init is not None:
-            from dlrover_py.trainer.dcp_import import load_dcp
-
-            where = os.fspath(init)
-            load_dcp(
-                state, where, rank=context.rank, world=context.world, strict=self.strict, log=log
-            )
-        elif self.dir is not None and (
-            problem := CheckpointDirectory(self.dir).single_checkpoint_error()
-        ):
-            raise ConfigError(
-                f"{problem}: name the folder above it, or load(state, init=…) to begin with it"
-            )
 
     # --- Start, waiting and end ---
 

@@ -110,6 +110,15 @@ class Failures:
         """End the job, because an agent refuses to go on and cannot be replaced."""
         self._transitions.end_job(JobPhase.FAILED, EventReason.NODE_GAVE_UP, f"{node.id}: {why}")
 
+    def stalled(self) -> None:
+        """Judge a suspected failure after this step, once what has arrived meanwhile is known.
+
+        The master itself stood still. The real cause may be among the events of this step.
+        """
+        pending = self.state.pending_round
+        if pending is not None and pending.hold_until is not None:
+            pending.hold_until = max(pending.hold_until, self.live.now)
+
     def resolve_suspected_failure(self) -> None:
         """Charge the suspected failure if no other cause was reported in time.
 

@@ -14,11 +14,7 @@ from dlrover_py.master.core.autoscaler import Autoscaler
 from dlrover_py.master.core.capacity import Capacity
 from dlrover_py.master.core.checkpointing import Checkpointing
 from dlrover_py.master.core.departures import Departures
-from dlrover_py.master.core.diagnosis.crashes import CrashEvidence
-from dlrover_py.master.core.diagnosis.log_rules import LogFindings
-from dlrover_py.master.core.diagnosis.slow import SlowJob
-from dlrover_py.master.core.diagnosis.watch import Diagnosis
-from dlrover_py.master.core.diagnosis.wrong import WrongValues
+from dlrover_py.master.core.diagnosis.detectors import Detectors
 from dlrover_py.master.core.events import (
     DeleteNode,
     Disconnected,
@@ -103,13 +99,12 @@ class Job:
         self._servers = Servers(context, transitions, capacity)
         self._rounds = Rounds(context, transitions, assignments, checkpointing, admission, scaler)
         self._spec_changes = SpecChanges(context, transitions, capacity, departures, checkpointing)
-        self._diagnosis, self._goodput = Diagnosis(context, assignments, failures), Goodput(context)
-        self._wrong = WrongValues(context, failures, transitions)
-        self._slow, self._advice = SlowJob(context, admission), ResourceAdvice(context)
-        self._crashes = CrashEvidence(context)
+        self._detectors = Detectors(context, assignments, admission, failures, transitions)
+        self._goodput, self._advice = Goodput(context), ResourceAdvice(context)
         training = TrainingReports(context, transitions, failures, self._goodput, tuning)
         self._reports = Reports(context, assignments, admission, departures, failures, training)
-        self._log_rules, self._status = LogFindings(context), StatusReport(context, self._goodput)
+        self._readers_of_reports = self._reports, self._sharding, self._detectors
+        self._status = StatusReport(context, self._goodput)
         self._written = -1
         """Generation of the state that was returned last."""
         state.accept(spec)
@@ -154,8 +149,10 @@ class Job:
         live, log = self.live, self.log
         if state.world is not None:
             self._checkpointing.begin_round(state.world)
-        for node in live.nodes:
-            if node.leaving and rules.can_create:
+        for node in live.nodes if rules.can_create else ():
+            if state.phase.ended:
+                live.emit(DeleteNode(node.id, live.grace_s, state.reason))
+            elif node.leaving:
                 grace_s = live.grace_s if node.incarnation else 0.0
                 live.emit(DeleteNode(node.id, grace_s, node.leaving))
         message = f"the master of term {term} took over in round {state.round}; workers continue"
@@ -164,12 +161,6 @@ class Job:
             log.begin(state.pending_round.cause, now)
         else:
             live.round_causes[state.round] = (event, now)
-        if state.phase.ended:
-            ending = next((e for e in reversed(state.events) if e.message == state.reason), None)
-            live.end_reason = ending.reason if ending else ""
-        if state.phase.ended and rules.can_create:  # the request to delete them may have been lost
-            for node in live.nodes:
-                live.emit(DeleteNode(node.id, live.grace_s, state.reason))
         return self  # each node gets its assignment when it reports
 
     def skip(self, number: int, node: int, event: int, server: int = -1) -> None:
@@ -212,13 +203,10 @@ class Job:
         self._reports.record_joined()
         self._departures.expire()
         self._spec_changes.suspend_or_resume()
-        self._log_rules.decide()
-        self._wrong.decide()
-        self._slow.decide()
-        self._diagnosis.decide()  # it looks at what the others have found
+        self._detectors.decide()
         self._advice.decide()
         self._failures.resolve_suspected_failure()
-        self._crashes.decide()
+        self._detectors.keep_evidence()
         self._failures.reset_budgets()
         self._tuning.decide()
         self._admission.check_nodes()
@@ -256,21 +244,15 @@ class Job:
         A request to stop the job ends it as Failed if the request has a reason, otherwise as
         Stopped. It is ignored if the job has ended.
         """
-        live, state = self.live, self.state
+        live = self.live
         match event:
             case Reported(node_id, report):
-                self._reports.take(node_id, report)
-                self._sharding.take_report(node_id, report)
-                self._log_rules.take_report(node_id, report)
-                self._diagnosis.take_report(node_id, report)
-                self._wrong.take_report(node_id, report)
-                self._slow.take_report(node_id, report)
-            case SnapshotArrived(_, snapshot) if not snapshot.number:
-                self._crashes.take_look(event)
+                for component in self._readers_of_reports:
+                    component.take_report(node_id, report)
             case SnapshotArrived():
-                self._diagnosis.take_snapshot(event)
-            case EvidenceKept(number, folder):
-                self._diagnosis.evidence_kept(number, folder)
+                self._detectors.take_snapshot(event)
+            case EvidenceKept():
+                self._detectors.evidence_kept(event)
             case Disconnected(node_id, boot_id, seq):
                 live.nodes.disconnected(node_id, boot_id, seq, live.now)
             case RestoreAsked(number, round_number):
@@ -279,13 +261,9 @@ class Job:
                 self._sharding.ask(event)
             case JobChanged(job):
                 self._spec_changes.take_spec(job)
-            case JobStopped(why, reason):
-                if not state.phase.ended and why:
-                    self._transitions.end_job(JobPhase.FAILED, reason, why)
-                elif not state.phase.ended:
-                    self._transitions.end_job(
-                        JobPhase.STOPPED, EventReason.JOB_STOPPED, ENDED_BY_USER
-                    )
+            case JobStopped(why, reason) if not self.state.phase.ended:
+                stopped = (JobPhase.STOPPED, EventReason.JOB_STOPPED, ENDED_BY_USER)
+                self._transitions.end_job(*(JobPhase.FAILED, reason, why) if why else stopped)
             case Slept(seconds):
                 self._goodput.slept(seconds)
                 self._autoscaler.stalled()
@@ -293,11 +271,8 @@ class Job:
                 live.nodes.stalled(live.now, seconds)
                 self._sharding.stalled(seconds)
                 self._autoscaler.stalled()
-                self._diagnosis.stalled(seconds)
-                pending = state.pending_round
-                if pending is not None and pending.hold_until is not None:
-                    # What has arrived meanwhile may show the real cause.
-                    pending.hold_until = max(pending.hold_until, live.now)
+                self._detectors.stalled(seconds)
+                self._failures.stalled()
             case NodeSeen(node) if is_server(node):
                 self._servers.node_seen(event)
             case NodeEnded(node) if is_server(node):

@@ -131,7 +131,7 @@ class Reports:
         self._refused_at: deque[float] = deque(maxlen=REFUSAL_EVENTS_PER_MINUTE)
         """Times of the newest refusal events."""
 
-    def take(self, node_id: NodeId, report: AgentReport) -> None:
+    def take_report(self, node_id: NodeId, report: AgentReport) -> None:
         """Take in a report, or refuse it; a report that is older than the last one is ignored.
 
         Where nodes come by themselves, an unknown node is added, and a node that was given up may

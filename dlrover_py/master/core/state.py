@@ -598,6 +598,7 @@ def make_transient(
         wall: Unix time.
     """
     pace = pace_of(spec, rules)
+    ending = (one.reason for one in reversed(state.events) if one.message == state.reason)
     live = TransientState(
         spec=spec,
         rules=rules,
@@ -610,6 +611,7 @@ def make_transient(
         health=Health(state.health),
         checkpoints=Checkpoints(state.checkpoints),
         template_hash=spec.worker.template_hash,
+        end_reason=next(ending, "") if state.phase.ended else "",
         outage=("loss" if state.events else "start", now),
         formed_at=now,
         baseline_step=state.max_step,
