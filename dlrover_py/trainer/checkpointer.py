@@ -219,8 +219,9 @@ class Checkpointer:
 
         The checkpoint is read from the memory of this node, else from a peer's memory, else from
         storage. Call this once everything in the state is built and wrapped (DDP, ``fully_shard``).
-        Saves that are under way are completed first. If memory has no checkpoint, the wait for
-        storage has no limit.
+        Saves that are under way are completed first. Tables of a parameter server in the state go
+        back to the cut of the checkpoint. If memory has no checkpoint, the wait for storage has no
+        limit.
 
         Args:
             state: the same mapping that ``save`` receives.

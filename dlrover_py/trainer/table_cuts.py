@@ -91,7 +91,7 @@ class TableCuts:
         if not items:
             return ""
         kept = {*kept, *self._storage.on_the_way}
-        self._of = {id: names for id, names in self._of.items() if id in kept}
+        self._of = {old: names for old, names in self._of.items() if old in kept}
         needed: set[str] | None = set().union(*self._of.values())
         if lists:
             stored = self._list_stored(items)

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,44 @@ import pytest
 import torch
 
 from dlrover_py.checkpoint.directory import CheckpointDirectory
+from dlrover_py.protocol.checkpoint_id import CheckpointId
 from dlrover_py.protocol.errors import CheckpointError
 from dlrover_py.ps import specs
 from dlrover_py.ps.client import PsClient
 from dlrover_py.ps.cut_item import Tables
 from dlrover_py.ps.specs import TableSpec
 from dlrover_py.trainer.checkpointer import Checkpointer
+from dlrover_py.trainer.table_cuts import TableCuts
+from tests.ids import checkpoint_id
 from tests.ps_threads import client, servers
 from tests.unit.test_checkpointer import clock, make  # noqa: F401 - fixtures
 
 COUNT = TableSpec("count", 1, specs.sgd(1.0), specs.uniform(0.0, 0.0))
 IDS = np.arange(20, dtype=np.int64)
 Make = Callable[..., Checkpointer]
+
+
+class Recorded:
+    """Tables of which no row is saved."""
+
+    def __init__(self) -> None:
+        self.needed: list[Any] = []
+
+    def save_cut(self, step: int, needed: Any) -> str:
+        self.needed.append(needed)
+        return f"cut-{step}"
+
+    def restore_cut(self, name: str) -> None:
+        """Do nothing."""
+
+    def restore_origin(self) -> None:
+        """Do nothing."""
+
+
+@dataclass
+class Storage:
+    dir: str | None
+    on_the_way: set[CheckpointId]
 
 
 class Training:
@@ -205,3 +232,23 @@ def test_cuts_that_a_worker_needs_stay_and_all_if_that_is_not_known(tmp_path: Pa
         assert cuts_in(cuts) == {made[0], *made[-4:]}
         made.append(item.save_cut(8, set()))
         assert cuts_in(cuts) == set(made[-3:])
+
+
+def test_what_is_in_memory_or_on_the_way_needs_its_cut_and_an_unknown_storage_all(
+    tmp_path: Path,
+) -> None:
+    item, storage = Recorded(), Storage(None, set())
+    cuts, ids = TableCuts(storage), [checkpoint_id(step) for step in range(1, 6)]
+    assert cuts.save({"tables": item}, ids[0], [], lists=True) == ""
+    assert cuts.save({"tables": item}, ids[1], [ids[0]], lists=True) == ""
+    storage.on_the_way = {ids[0]}
+    assert cuts.save({"tables": item}, ids[2], [ids[1]], lists=True) == ""
+    storage.on_the_way = set()
+    assert cuts.save({"tables": item}, ids[3], [ids[2]], lists=True) == ""
+    assert item.needed == [set(), {"cut-1"}, {"cut-1", "cut-2"}, {"cut-3"}]
+    file = tmp_path / "a file"
+    file.touch()
+    unknown = TableCuts(Storage(str(file), set()))
+    assert unknown.save({"tables": item}, ids[4], [], lists=True) == ""
+    assert unknown.save({"tables": item}, ids[4], [], lists=False) == ""
+    assert item.needed[4:] == [None, set()]
