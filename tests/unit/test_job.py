@@ -2452,6 +2452,11 @@ def test_a_program_is_its_image_command_and_account() -> None:
 
     one = program()
     assert one == program(labels={"run": "2"}, env=[{"name": "RUN", "value": "2"}])
-    others = [{"image": "other:1"}, {"command": ["x"]}, {"args": ["--lr=1"]}, {"workingDir": "/w"}]
+    others: list[dict[str, Any]] = [
+        {"image": "other:1"},
+        {"command": ["x"]},
+        {"args": ["--lr=1"]},
+        {"workingDir": "/w"},
+    ]
     found = {program(**other) for other in others} | {program(account="other"), one}
     assert len(found) == len(others) + 2

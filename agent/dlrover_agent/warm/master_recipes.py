@@ -26,6 +26,11 @@ class EarlierRecipeStore(Protocol):
     async def store_earlier_recipe(self, key: str, body: bytes, within_s: float) -> None:
         """Keep a recipe for later runs; an empty body removes it.
 
+        Args:
+            key: Key of the recipe.
+            body: The recipe.
+            within_s: Seconds in which the master must answer.
+
         Raises:
             DLRoverError: The master has not kept it.
         """
