@@ -100,5 +100,8 @@ bench: setup-dev ## Measure, against torchrun in the same run; prints tables of 
 	@$(PYTHON) benchmarks/recovery.py
 	@$(PYTHON) benchmarks/scale.py --agents 100 1000 --tls
 
+gpu: setup-dev ## Measure a kill of a worker by phase, on this machine's GPUs (exit code 3 without one; GPU="--device cpu")
+	@$(PYTHON) -P benchmarks/gpu.py $(GPU)
+
 clean: ## Remove what setup and tests have made
 	rm -rf $(VENV) dist .site .mypy_cache .ruff_cache .pytest_cache .hypothesis

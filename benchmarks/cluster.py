@@ -40,6 +40,7 @@ from benchmarks.scale import machine
 from dlrover_py.kubernetes.client import KubeClient
 from dlrover_py.kubernetes.kinds import PODS
 from dlrover_py.master.platform.kubernetes.pods import IMAGE_PROBLEMS
+from dlrover_py.protocol.names import RECIPES
 from tests.cluster.conftest import installed
 from tests.cluster.harness import Cluster, Obj, cluster_for_tests, inside, until
 from tests.cluster.jobs import Job, Watched, document, spread, steps, submit, watching
@@ -71,6 +72,7 @@ while not session.should_stop():
         os.write(1, (" ".join(map(str, said)) + "\\n").encode())
     time.sleep(0.02)
 """
+AGENT = re.compile(r"elastic-run /scripts/train.py$")
 WORKER = re.compile(r"python\S* -u /scripts/train.py$")
 STEP = re.compile(r"STEP (\d+) (\d+) (\d+) ([\d.]+)")
 
@@ -84,6 +86,8 @@ class Bench:
         """A host whose kubelet cannot be asked for logs; empty if there is none."""
         self.masters: list[tuple[float, float]] = []
         """Both figures of each lost master, because two rows share one measurement."""
+        self.resumes: list[tuple[float, float]] = []
+        """Both figures of each resume, for the same reason."""
 
     def job(self, name: str, *, replicas: int, **worker: Any) -> Job:
         """Submit a job, and wait until all of its nodes can start warm."""
@@ -240,6 +244,85 @@ def master_lost(bench: Bench, times: int, tick: Callable[[], None], *, figure: i
             tick()
         job.kubectl("delete", "ej", job.name, other.name)
     return [one[figure] for one in bench.masters]
+
+
+def resumed(bench: Bench, times: int, tick: Callable[[], None], *, figure: int) -> list[float]:
+    """Suspend and resume a job, and measure up to the last rank's first step.
+
+    The first figure begins with the start of the last agent, so the start of the Pods is left out.
+    The second one begins when the last node has imported what its recipe lists.
+    """
+    if not bench.resumes:
+        job = bench.job("resumed", replicas=2)
+        until(partial(has_recipe, bench, job), "its recipe is kept", within_s=180, every_s=1)
+        for _ in range(times):
+            old, last = resume(bench, job)
+            new = [f"resumed-{node}" for node in sorted(set(job.pods) - old)]
+            if not all('"warm": true' in first_start(bench, pod) for pod in new):
+                raise SystemExit("expected that all nodes start their first workers warm")
+            offset = time.monotonic() - time.time()
+            ready = [stamp(bench.cluster.logs(pod, SPACE), "zygote_ready") for pod in new]
+            starts = [started_at(bench, pod) for pod in new]
+            bench.resumes.append((last - max(starts), last - max(ready) - offset))
+            tick()
+        job.kubectl("delete", "ej", "resumed")
+    return [one[figure] for one in bench.resumes]
+
+
+def resumed_cold(bench: Bench, times: int, tick: Callable[[], None]) -> list[float]:
+    """Measure the first figure of ``resumed`` for a job whose recipe is removed meanwhile."""
+    job, found = bench.job("cold", replicas=2), []
+    for _ in range(times):
+        bench.warm(job, 2)
+        old, last = resume(bench, job, forget=True)
+        new = [f"cold-{node}" for node in sorted(set(job.pods) - old)]
+        found.append(last - max(started_at(bench, pod) for pod in new))
+        tick()
+    job.kubectl("delete", "ej", "cold")
+    return found
+
+
+def resume(bench: Bench, job: Job, *, forget: bool = False) -> tuple[set[str], float]:
+    """Suspend and resume a job of two nodes.
+
+    Args:
+        bench: The cluster.
+        job: The job.
+        forget: Whether the recipes of the namespace are removed meanwhile.
+
+    Returns:
+        Its nodes before, and the time of the last rank's first step after the resume.
+    """
+    before, old = job.training.round, set(job.pods)
+    job.patch({"suspend": True})
+    job.until(lambda: job.phase == "Suspended", "Suspended", within_s=120)
+    until(lambda: not masters(job), "its master has gone", within_s=60)
+    if forget:
+        patch = ("--type=merge", "-p", '{"data":null}')
+        bench.cluster.kubectl("patch", "secret", RECIPES, "-n", SPACE, *patch)
+    began = time.monotonic()
+    job.patch({"suspend": False})
+    return old, began + bench.after(job, began, 2, before)
+
+
+def has_recipe(bench: Bench, job: Job) -> bool:
+    """Return whether the job has left a recipe, or has found that of an earlier job."""
+    logs = [bench.cluster.logs(f"{job.name}-{node}", SPACE) for node in members(job)]
+    return any("recipe_kept" in log or "recipe_found" in log for log in logs)
+
+
+def started_at(bench: Bench, pod: str) -> float:
+    """Return when the agent of a Pod was started, by the clock of ``time.monotonic()``."""
+    there = bench.cluster.processes(pod, SPACE)
+    (agent,) = [pid for pid, said in there.items() if AGENT.search(said)]
+    stat = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()
+    return int(stat[19]) / os.sysconf("SC_CLK_TCK")
+
+
+def first_start(bench: Bench, pod: str) -> str:
+    """Return the line in an agent's log that says how its first workers were started."""
+    log = bench.cluster.logs(pod, SPACE)
+    return next((line for line in log.splitlines() if "workers_started" in line), "")
 
 
 def masters(job: Job) -> dict[str, bool]:
@@ -560,6 +643,12 @@ ROWS: dict[str, tuple[Measure, str, str]] = {
     "a host is cut off → next step of the others": (cut_off, "–", "≤ 7 s: lease 5 s + 2 s"),
     "the host of the master and rank 0 is cut off → next step, without the time until it is "
     "NotReady and the next master Pod's own start": (master_cut_off, "–", "≤ 13 s"),
+    "a suspended job is resumed → its first step, from the start of its last agent": (
+        partial(resumed, figure=0), "–", "≤ 1 s"),
+    "a suspended job is resumed → the same, from its last zygote being ready": (
+        partial(resumed, figure=1), "–", "–"),
+    "a suspended job is resumed without its recipe, so cold → from the start of its last agent": (
+        resumed_cold, "–", "–"),
     "`kubectl scale ej/x --replicas=+1` → first step of the larger world, from the new Pod being "
     "warm": (scaled, "impossible", "≤ 1 s"),
     **{f"a job that cannot be is submitted → condition {kind}": (

@@ -698,9 +698,10 @@ WIRES: tuple[Wire, ...] = (
     Wire(
         title="Import recipes",
         speakers="An agent stores the recipe of its job on the master. Agents that start later "
-        "fetch it.",
+        "fetch it. In a cluster, the master also keeps recipes for later runs.",
         transport="`PUT /v1/recipe` and `GET /v1/recipe` of the master. `recipe` in an assignment "
-        "is its digest.",
+        "is its digest. `/v1/recipes/{key}` is for later runs, with the content of a file of the "
+        "[cache](../warm-start.md#the-first-start).",
         framing="JSON that is compressed with zlib.",
         authentication="As between agent and master.",
         version=f"`version`: {recipe.VERSION}. A recipe that is refused costs a warning and a cold "

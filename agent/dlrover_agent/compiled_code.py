@@ -36,7 +36,7 @@ from dlrover_agent.settings import Command
 from dlrover_py.process.blocking import BackgroundThread
 from dlrover_py.process.compile_cache import CompileCache
 from dlrover_py.process.ownership import NotOwnedError
-from dlrover_py.process.recipe_cache import ENV_CACHE_DIR
+from dlrover_py.protocol.names import ENV_CACHE_DIR
 
 log = logging.getLogger("agent")
 

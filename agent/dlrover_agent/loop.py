@@ -282,8 +282,8 @@ class Agent:
         loop.add_signal_handler(signal.SIGCHLD, self._on_child_end)
         if self._settings.lifeline_fd is not None:
             loop.add_reader(self._settings.lifeline_fd, self._read_lifeline)
-        await self._recipes.take_earlier()
-        take_recipe = None if self._workers.warm.disabled_reason else self._recipes.take
+        await self._recipes.take_earlier(with_master=self._settings.recipes_with_master)
+        take_recipe = None if self._workers.warm.disabled_reason else self._recipes.take_first
         exchange = asyncio.create_task(self._master.run(take_recipe))
         ticks = asyncio.create_task(self._tick())
         try:

@@ -122,6 +122,15 @@ class Settings:
         """Whether a platform has started this agent as a node of a job."""
         return bool(self.master_addr)
 
+    @property
+    def recipes_with_master(self) -> bool:
+        """Whether the master keeps the recipes of earlier runs, and not a folder of this node.
+
+        The master of a cluster does: a Pod loses its files. Only masters of clusters have a
+        certificate. A folder that the user has named comes first.
+        """
+        return self.ca_file is not None and not self.environ.get(names.ENV_CACHE_DIR)
+
     def check(self) -> None:
         """Check that the settings are complete enough to join a job.
 

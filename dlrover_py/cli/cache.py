@@ -8,8 +8,9 @@ import click
 
 from dlrover_py.cli import view
 from dlrover_py.process.compile_cache import CompileCache
-from dlrover_py.process.recipe_cache import ENV_CACHE_DIR, RecipeCache
+from dlrover_py.process.recipe_cache import RecipeCache
 from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.names import ENV_CACHE_DIR
 from dlrover_py.protocol.words import counted
 
 

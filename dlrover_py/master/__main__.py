@@ -26,6 +26,7 @@ from dlrover_py.master.loop import Clock
 from dlrover_py.master.platform import Platform
 from dlrover_py.master.platform.local import LocalPlatform
 from dlrover_py.master.platform.static import StaticPlatform
+from dlrover_py.master.recipe_secret import RecipeSecret
 from dlrover_py.master.servers import ServerMap, ServerPlace
 from dlrover_py.master.settings import Settings
 from dlrover_py.process.token_file import read_token
@@ -134,7 +135,7 @@ async def _run(
     async with contextlib.AsyncExitStack() as stack:
         platform: Platform
         store: JournalStore
-        clock, servers = Clock(), None
+        clock, servers, earlier_recipes = Clock(), None, None
         evidence: BundlePlace | None = None
         if args.kubernetes:
             # Imported here: a job on one machine starts a fifth of a second earlier without them.
@@ -151,7 +152,8 @@ async def _run(
             timing = PlatformTiming(
                 progress_s=settings.progress_s, silence_s=settings.platform_silence_s
             )
-            platform = KubernetesPlatform(kube, namespace, name, site, timing=timing)
+            platform = on_pods = KubernetesPlatform(kube, namespace, name, site, timing=timing)
+            earlier_recipes = RecipeSecret(kube, namespace, lambda: on_pods.program)
             store = SecretJournalStore(
                 kube,
                 namespace,
@@ -198,6 +200,7 @@ async def _run(
             evidence=evidence,
             certificate_ends=certificate_ends,
             servers=servers,
+            earlier_recipes=earlier_recipes,
         )
 
 

@@ -19,6 +19,7 @@ from dlrover_py.master.exchange import Exchanges, server
 from dlrover_py.master.journal_store import JournalStore
 from dlrover_py.master.loop import Clock, Loop
 from dlrover_py.master.platform import Platform
+from dlrover_py.master.recipe_secret import RecipeSecret
 from dlrover_py.master.servers import ServerMap
 from dlrover_py.master.settings import Settings
 from dlrover_py.master.traces import RecoveryTimes, trace_exporter
@@ -63,6 +64,7 @@ async def serve(
     evidence: BundlePlace | None = None,
     certificate_ends: float | None = None,
     servers: ServerMap | None = None,
+    earlier_recipes: RecipeSecret | None = None,
 ) -> None:
     """Run the master of one job until SIGTERM or SIGINT, or until its lifeline is closed.
 
@@ -85,6 +87,7 @@ async def serve(
         evidence: Place for bundles of evidence; None keeps none.
         certificate_ends: End of the certificate of ``tls``, in Unix seconds; None if not known.
         servers: Owner of the map of the job's parameter server; None if no server can be run.
+        earlier_recipes: Import recipes of earlier runs; None where agents keep them in files.
 
     Raises:
         ConfigError: The journal cannot be used.
@@ -117,6 +120,7 @@ async def serve(
         max_body_bytes=settings.max_body_bytes,
         body_s=settings.header_s,
     )
+    exchanges.earlier = earlier_recipes
     pages = _LatePages(loop, exchanges, certificate_ends)
     jobs = server(
         pages.job,

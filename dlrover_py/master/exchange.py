@@ -19,6 +19,7 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from dlrover_py.master.loop import Loop, PassiveMasterError
+from dlrover_py.master.recipe_secret import RecipeSecret
 from dlrover_py.net import http_server
 from dlrover_py.protocol.agents import AgentReport, Assignment, ErrorReply
 from dlrover_py.protocol.errors import ErrorCode, SupersededError
@@ -65,6 +66,8 @@ class Exchanges:
             body_s: Seconds that a request's body may take to arrive.
         """
         self.recipe = JobRecipe()
+        self.earlier: RecipeSecret | None = None
+        """Recipes of earlier runs; None where agents keep them in files."""
         self.token, self.max_body_bytes, self.body_s = token, max_body_bytes, body_s
         self._loop = loop
         self._bearer = f"Bearer {token}".encode()

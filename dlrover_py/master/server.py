@@ -44,7 +44,7 @@ from dlrover_py.protocol.agents import (
 )
 from dlrover_py.protocol.checkpoint_id import CheckpointId
 from dlrover_py.protocol.diagnosis import NodeSnapshot
-from dlrover_py.protocol.errors import ErrorCode
+from dlrover_py.protocol.errors import ErrorCode, TransientError
 from dlrover_py.protocol.job import in_words
 from dlrover_py.protocol.job_view import problems
 from dlrover_py.protocol.names import MAX_COUNT, NODE_ID, NodeId, Round, Step, Timeline
@@ -142,6 +142,7 @@ def too_large(limit: int) -> Response:
 
 Number = Annotated[int, Query(ge=0, le=MAX_COUNT)]
 Nonce = Annotated[str, Query(pattern=proof.NONCE_PATTERN)]
+RecipeKey = Annotated[str, Path(pattern="^[0-9a-f]{32}$")]
 NodePath = Annotated[str, Path(pattern=f"^{NODE_ID}$")]
 
 
@@ -150,6 +151,7 @@ DEAD_S = 30.0
 EXCHANGE = "/v1/nodes/{node_id}/exchange"
 SHARDS = "/v1/nodes/{node_id}/shards"
 SNAPSHOT = "/v1/nodes/{node_id}/snapshot"
+EARLIER_RECIPE = "/v1/recipes/{key}"
 OCTETS: dict[str, Any] = {"content": {"application/octet-stream": {}}}
 
 
@@ -172,7 +174,8 @@ def _described(app: FastAPI) -> dict[str, Any]:
         found = {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}
         body = {"content": {"application/json": found}, "required": True}
         paths[path]["post"]["requestBody"] = body
-    paths["/v1/recipe"]["put"]["requestBody"] = {**OCTETS, "required": True}
+    for path in ("/v1/recipe", EARLIER_RECIPE):
+        paths[path]["put"]["requestBody"] = {**OCTETS, "required": True}
     parts["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
     made["security"] = [{"token": []}]
     return made
@@ -299,6 +302,31 @@ def job_app(loop: Loop, exchanges: Exchanges, denied: Counter) -> ASGIApp:
         if isinstance(body, Response):
             return body
         recipe.body, recipe.digest = body, hashlib.sha256(body).hexdigest()[:16]
+        return Response("{}", media_type="application/json")
+
+    @app.get(EARLIER_RECIPE, response_class=Response, responses={200: OCTETS})
+    async def read_earlier_recipe(key: RecipeKey) -> Response:
+        """Return the recipe that an earlier run of the same program has left under this key.
+
+        The body is empty if there is none, or if it cannot be read now.
+        """
+        found = b"" if exchanges.earlier is None else await exchanges.earlier.read(key)
+        return Response(found, media_type="application/octet-stream")
+
+    @app.put(EARLIER_RECIPE, responses={**not_now, **late})
+    async def keep_recipe_for_later(key: RecipeKey, request: Request) -> Response:
+        """Keep a recipe for later runs of the same program; an empty body removes it.
+
+        On one machine nothing is kept: agents use files there.
+        """
+        body = await whole_body(request)
+        if isinstance(body, Response):
+            return body
+        if exchanges.earlier is not None:
+            try:
+                await exchanges.earlier.write(key, body)
+            except TransientError as error:
+                return error_reply(503, ErrorCode.PASSIVE, str(error))
         return Response("{}", media_type="application/json")
 
     @app.get("/v1/checkpoints", response_model=RestoreCandidates, responses=not_now)

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Final, Self
 
 from dlrover_py.process.ownership import NotOwnedError, check_parents, make_own, open_own
-from dlrover_py.process.recipe_cache import ENV_CACHE_DIR, HINT, cache_folder
+from dlrover_py.process.recipe_cache import HINT, cache_folder
 from dlrover_py.protocol.json_text import decoded
+from dlrover_py.protocol.names import ENV_CACHE_DIR
 
 _PARENT_HINT: Final = (
     f"set {ENV_CACHE_DIR} to another folder, or use `chmod +t` if this one is to be shared"

@@ -19,10 +19,9 @@ from typing import Final, Self
 
 from dlrover_py.process.ownership import make_own, open_own
 from dlrover_py.protocol.json_text import decoded
+from dlrover_py.protocol.names import ENV_CACHE_DIR
 from dlrover_py.protocol.zygote import RecipeLine, recipe_lines
 
-ENV_CACHE_DIR: Final = "DLROVER_CACHE_DIR"
-"""Environment variable with the folder; ``none`` for no folder."""
 VERSION: Final = 2
 """Version of a file. Files of another version are not used."""
 MAX_FILES: Final = 100
@@ -30,12 +29,15 @@ MAX_FILES: Final = 100
 longest time."""
 MAX_BYTES: Final = 16 << 20
 """Largest number of bytes of a recipe, compressed or not."""
+MAX_IMPORT_S: Final = 3600.0
+"""Longest time of the imports that is believed, in seconds. A start waits in proportion to it."""
 HINT: Final = f"remove it, or set {ENV_CACHE_DIR} to another folder"
 """What a user can do about a folder that is refused: the end of the error message."""
 _SUFFIX = ".recipe"
 
 FileState = tuple[int, int]
-"""Time of the last change of a file in nanoseconds, and its size in bytes."""
+"""What tells whether a file has changed: the time of its last change in nanoseconds or a digest of
+its content, and its size in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ class KeptRecipe:
                 "refusals": int() as refusals,
                 "cold_runs": int() as cold_runs,
                 "counted_at": int() | float() as at,
-            } if recipe_lines(lines) and all(map(_is_state, files.values())):
+            } if _is_whole(lines, import_s, files):
                 states = {path: (state[0], state[1]) for path, state in files.items()}
                 recipe = [(what, name, value) for what, name, value in lines]
                 return cls(script, recipe, float(import_s), states, refusals, cold_runs, float(at))
@@ -115,8 +117,10 @@ def cache_folder(environ: Mapping[str, str]) -> Path | None:
     return Path(base) / "dlrover-py" if base else None
 
 
-def _is_state(value: object) -> bool:
-    return isinstance(value, list) and [type(x) for x in value] == [int, int]
+def _is_whole(lines: object, import_s: float, files: dict[str, object]) -> bool:
+    """Return whether the fields of a file have the form that they need."""
+    states = all(isinstance(x, list) and list(map(type, x)) == [int, int] for x in files.values())
+    return recipe_lines(lines) and states and 0 <= import_s <= MAX_IMPORT_S
 
 
 @dataclass(frozen=True, slots=True)

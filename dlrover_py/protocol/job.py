@@ -436,6 +436,20 @@ class ReplicaSpec(Role):
         return _digest(self.template)
 
     @property
+    def program_hash(self) -> str:
+        """Return a digest of what the workers run: image, command and ServiceAccount.
+
+        It is empty if the template has no container for the agent.
+        """
+        try:
+            main = _mapping(_containers(self.template)[self.main_container()])
+        except ConfigError:
+            return ""  # reported elsewhere
+        spec = _mapping(self.template.get("spec"))
+        account = spec.get("serviceAccountName") or spec.get("serviceAccount")
+        return _digest([account, *map(main.get, ("image", "command", "args", "workingDir"))])
+
+    @property
     def memory(self) -> int:
         """The memory limit of the main container in bytes; 0 if the template has none.
 

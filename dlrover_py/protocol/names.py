@@ -137,6 +137,9 @@ the address of its coordinator, ``tcp://HOST:PORT``."""
 ENV_SHM_DIR: Final = "DLROVER_SHM_DIR"
 """Directory in which agents have their shared-memory pools; ``/dev/shm`` if it is not set."""
 
+ENV_CACHE_DIR: Final = "DLROVER_CACHE_DIR"
+"""Folder of what runs keep for later ones; ``none`` for no folder."""
+
 JOB_ENV: Final = (
     ENV_MASTER_ADDR,
     ENV_TOKEN_FILE,
@@ -289,6 +292,10 @@ def servers_of(job: str) -> str:
 def evidence_of(job: str) -> str:
     """Return the name of the Secret in which the master keeps bundles of evidence."""
     return f"elasticjob-{job}-evidence"
+
+
+RECIPES: Final = f"{APP}-recipes"
+"""Name of the Secret in which all masters of a namespace keep import recipes for later runs."""
 
 
 def pod_of(job: str, node: NodeId) -> str:

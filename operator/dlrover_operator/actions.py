@@ -24,7 +24,10 @@ class Create:
 
 @dataclass(frozen=True, slots=True)
 class MakeCredentials:
-    """Create the Secrets of certificate and token with one authority, or keep existing ones."""
+    """Create the Secrets of certificate and token with one authority, or keep existing ones.
+
+    The Secret for the recipes of the namespace is created, too.
+    """
 
     job: ElasticJob
 

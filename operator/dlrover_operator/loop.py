@@ -844,6 +844,20 @@ async def _make_credentials(api: KubeClient, job: Any) -> None:
         meta = token["metadata"]
         await api.delete(kinds.SECRETS, meta["name"], meta["namespace"], uid=meta["uid"])
         await api.create_or_own(kinds.SECRETS, wanted, uid)
+    await _keep_recipes(api, job)
+
+
+async def _keep_recipes(api: KubeClient, job: Any) -> None:
+    """Make the Secret for the import recipes of a namespace, unless there is one.
+
+    A job runs without it. So a refusal, as by a quota, is only logged.
+    """
+    try:
+        await api.create(kinds.SECRETS, manifests.recipes_secret(job))
+    except errors.AlreadyExistsError:
+        pass
+    except errors.KubeError as error:
+        log.info("recipes_not_kept", extra={"job": job.metadata.name, "why": str(error)})
 
 
 async def _keep_token(api: KubeClient, job: Any) -> None:

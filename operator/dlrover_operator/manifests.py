@@ -82,7 +82,7 @@ def role(job: ElasticJob) -> Obj:
     """Return the Role of a master: access to Pods of its namespace, its journal and its job.
 
     The master may also create events. Of the Secrets it may read and change only its journal, its
-    bundles of evidence, and the map of the job's servers.
+    bundles of evidence, the map of the job's servers, and the recipes of the namespace.
     """
     name = job.metadata.name
 
@@ -91,7 +91,7 @@ def role(job: ElasticJob) -> Obj:
         rule: Obj = {"apiGroups": [group], "resources": resources, "verbs": verbs}
         return rule | ({"resourceNames": list(only)} if only else {})
 
-    own = [names.journal_of(name), names.evidence_of(name)]
+    own = [names.journal_of(name), names.evidence_of(name), names.RECIPES]
     own += [names.servers_of(name)] if job.servers is not None else []
 
     jobs = names.PLURAL
@@ -224,6 +224,19 @@ def journal_secret(job: ElasticJob) -> Obj:
 def evidence_secret(job: ElasticJob) -> Obj:
     """Return an empty Secret for bundles of evidence, which only the master writes."""
     return {"metadata": _meta(job, names.evidence_of(job.metadata.name)), "type": "Opaque"}
+
+
+def recipes_secret(job: ElasticJob) -> Obj:
+    """Return an empty Secret for the import recipes of a namespace, which its masters write.
+
+    No job owns it, so that a job that is submitted again finds the recipes of the one before.
+    """
+    meta = {
+        "name": names.RECIPES,
+        "namespace": job.metadata.namespace,
+        "labels": {names.LABEL_APP: names.APP},
+    }
+    return {"metadata": meta, "type": "Opaque"}
 
 
 def servers_secret(job: ElasticJob) -> Obj:

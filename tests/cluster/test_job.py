@@ -14,6 +14,7 @@ from dlrover_py.protocol.status import JobPhase, NodeStatus
 from tests.cluster.harness import Cluster, Obj, until
 from tests.cluster.jobs import WORKER, Job, Watched, document, no_operator, spread, steps, submit
 from tests.cluster.test_chart import may
+from tests.programs import PROGRAMS
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.timeout(900)
@@ -406,6 +407,48 @@ def test_a_job_is_suspended_and_resumed(there: Watched, agent_image: str) -> Non
     run.runs(2, after=before.round)
     run.until(lambda: run.phase == "Running", "the operator has seen it")
     assert run.condition("Suspended")["status"] == "False"
+
+
+def test_a_resumed_job_and_one_that_is_submitted_again_start_warm(
+    there: Watched, agent_image: str
+) -> None:
+    """Their Pods and masters are new. The recipe is the namespace's."""
+    text = {"train.py": (PROGRAMS / "report_steps.py").read_text()}
+    scripts = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "scripts"}}
+    there.cluster.apply(scripts | {"data": text}, namespace=there.namespace)
+
+    def submitted(name: str) -> Job:
+        doc = document(name, agent_image, ["elastic-run", "/scripts/train.py", "100000", "0.05"])
+        spec = doc["spec"]["replicaSpecs"]["worker"]["template"]["spec"]
+        spec["volumes"] = [{"name": "scripts", "configMap": {"name": "scripts"}}]
+        spec["containers"][0]["volumeMounts"] = [{"name": "scripts", "mountPath": "/scripts"}]
+        return submit(there.cluster, there, doc)
+
+    def log(run: Job, node: str) -> str:
+        return there.cluster.logs(f"{run.name}-{node}", there.namespace)
+
+    def first_starts(run: Job, nodes: set[str]) -> list[bool]:
+        """How the first workers of each node were started; nothing of one without any yet."""
+        lines = (log(run, node).splitlines() for node in sorted(nodes))
+        found = (next((x for x in of if '"workers_started"' in x), "") for of in lines)
+        return [bool(json.loads(line)["warm"]) for line in found if line]
+
+    run = submitted("job")
+    before = run.runs(2)
+    old = set(run.pods)
+    until(lambda: first_starts(run, old) == [False, False], "the first start is cold")
+    until(lambda: any("recipe_kept" in log(run, node) for node in old), "it is kept")
+    run.patch({"suspend": True})
+    run.until(lambda: run.phase == "Suspended", "Suspended")
+    run.patch({"suspend": False})
+    run.runs(2, after=before.round)
+    new = set(run.pods) - old
+    until(lambda: first_starts(run, new) == [True, True], "all that is resumed is forked")
+
+    run.kubectl("delete", "ej", "job")
+    again = submitted("again")
+    again.runs(2)
+    until(lambda: first_starts(again, set(again.pods)) == [True, True], "and what comes again")
 
 
 def test_a_spec_that_is_refused_stops_neither_suspend_nor_scale_nor_a_new_master(

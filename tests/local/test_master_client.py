@@ -77,6 +77,9 @@ async def test_an_agent_outlives_another_program_at_the_address_of_its_master() 
             assert "another program answers there" in str(error)
             lost.set()
 
+    async def no_recipe(body: bytes) -> None:
+        assert body == b""
+
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         status, body = replies.pop(0) if replies else (b"404 Not Found", b"<html>")
@@ -88,7 +91,7 @@ async def test_an_agent_outlives_another_program_at_the_address_of_its_master() 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         http = HttpClient(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
         client = MasterClient(http, "n0", Trained(), connect_s=600.0)
-        running = asyncio.create_task(client.run(lambda _: None))
+        running = asyncio.create_task(client.run(no_recipe))
         async with asyncio.timeout(60):
             await lost.wait()
         assert not running.done()

@@ -33,6 +33,8 @@ VALID: dict[str, Any] = {
     "GET /v1/checkpoints/locations": {"query": {"round": 0, "step": 0}},
     f"GET {proof.PATH}": {"query": {"nonce": "0f" * 16}},
     "PUT /v1/recipe": {"body": "[]"},
+    "GET /v1/recipes/{key}": {"path_parameters": {"key": "0f" * 16}},
+    "PUT /v1/recipes/{key}": {"path_parameters": {"key": "0f" * 16}, "body": "[]"},
     EXCHANGE: {"path_parameters": {"node_id": "n0"}, "body": report()},
     SHARDS: {
         "path_parameters": {"node_id": "n9"},

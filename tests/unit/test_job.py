@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -2438,3 +2439,24 @@ def test_an_edit_of_the_template_is_told_and_counted_and_changes_no_node_that_ru
     restarted(bench, rolling=False)
     bench.settle()
     assert bench.job.status(bench.now, bench.now).updated == 2
+
+
+def test_a_program_is_its_image_command_and_account() -> None:
+    def program(*, labels: dict[str, str] | None = None, account: str = "", **main: Any) -> str:
+        document = job_file(3)
+        template = document["spec"]["replicaSpecs"]["worker"]["template"]
+        template["metadata"] = {"labels": labels or {}}
+        template["spec"]["serviceAccountName"] = account
+        template["spec"]["containers"][0] |= main
+        return ElasticJob.read(document).worker.program_hash
+
+    one = program()
+    assert one == program(labels={"run": "2"}, env=[{"name": "RUN", "value": "2"}])
+    others: list[dict[str, Any]] = [
+        {"image": "other:1"},
+        {"command": ["x"]},
+        {"args": ["--lr=1"]},
+        {"workingDir": "/w"},
+    ]
+    found = {program(**other) for other in others} | {program(account="other"), one}
+    assert len(found) == len(others) + 2

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dlrover_agent.settings import Settings
 from dlrover_agent.warm.earlier_run import EarlierRun
 from dlrover_py.process.ownership import NotOwnedError
 from dlrover_py.process.recipe_cache import MAX_FILES, KeptRecipe, RecipeCache
@@ -18,7 +19,7 @@ LINES = st.lists(st.tuples(st.sampled_from(["import", "own"]), TEXT, st.none() |
 STATES = st.dictionaries(TEXT, st.tuples(st.integers(), st.integers()), max_size=3)
 
 
-@given(TEXT, LINES, st.floats(0, 1e6), STATES)
+@given(TEXT, LINES, st.floats(0, 3600), STATES)
 def test_a_file_is_read_as_it_was_written(
     script: str, lines: list[RecipeLine], import_s: float, files: dict[str, tuple[int, int]]
 ) -> None:
@@ -69,6 +70,9 @@ def test_the_next_run_of_the_same_command_finds_it(site: Site) -> None:
     assert found is not None
     assert [name for _, name, _ in found.lines] == ["library", "own"]
     assert found.import_s == 3.0
+    (site.site / "__pycache__").mkdir()
+    os.utime(site.own, (1, 1))
+    site.env |= {"NVIDIA_VISIBLE_DEVICES": "GPU-1"}
     site.env |= {"TERM": "b", "TORCHELASTIC_RUN_ID": "other", "TORCHINDUCTOR_CACHE_DIR": "/c"}
     assert site.run().load() is not None, "nothing that decides about imports"
 
@@ -186,3 +190,19 @@ def test_what_was_not_used_for_longest_is_removed(tmp_path: Path) -> None:
 def test_where_it_is(environ: dict[str, str], folder: str | None) -> None:
     found = RecipeCache.of(environ)
     assert (None if found is None else str(found.folder)) == folder
+
+
+@pytest.mark.parametrize(
+    ("ca_file", "environ", "with_master"),
+    [
+        ("/dlrover/ca.crt", {}, True),
+        ("/dlrover/ca.crt", {"DLROVER_CACHE_DIR": "/volume"}, False),
+        ("/dlrover/ca.crt", {"DLROVER_CACHE_DIR": "none"}, False),
+        (None, {}, False),
+    ],
+)
+def test_the_master_of_a_cluster_keeps_it_unless_a_folder_is_named(
+    ca_file: str | None, environ: dict[str, str], with_master: bool
+) -> None:
+    authority = {} if ca_file is None else {"DLROVER_CA_FILE": ca_file}
+    assert Settings.from_environment(environ | authority).recipes_with_master is with_master

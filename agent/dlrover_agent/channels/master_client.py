@@ -7,7 +7,7 @@ report is sent on a second connection. From then on, only the newest exchange co
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from dlrover_agent.core import EXCHANGE_OVERDUE_S
@@ -28,6 +28,8 @@ log = logging.getLogger("agent.master")
 
 RECIPE_PATH = "/v1/recipe"
 """URL path under which the master stores the list of modules for warm starts."""
+EARLIER_RECIPES_PATH = "/v1/recipes"
+"""URL path under which the master keeps such lists for later runs, by key."""
 MAX_ASSIGNMENT_BYTES = 1 << 20
 """Bytes of an assignment, whose size does not depend on the number of nodes."""
 MAX_RECIPE_BYTES = 1 << 24
@@ -104,7 +106,7 @@ class MasterClient:
         self._shards_path = f"/v1/nodes/{node_id}/shards"
         self._snapshot_path = f"/v1/nodes/{node_id}/snapshot"
         self._node, self._connect_s = node, connect_s
-        self._take_recipe: Callable[[bytes], None] | None = None
+        self._take_recipe: Callable[[bytes], Awaitable[None]] | None = None
         self._report_requested = asyncio.Event()
         self._hold_s = FIRST_ANSWER_S
         self._superseded: set[asyncio.Task[None]] = set()
@@ -119,7 +121,7 @@ class MasterClient:
         """
         self._report_requested.set()
 
-    async def run(self, take_recipe: Callable[[bytes], None] | None = None) -> None:
+    async def run(self, take_recipe: Callable[[bytes], Awaitable[None]] | None = None) -> None:
         """Repeat the exchange until the task is canceled, or the master refuses this agent.
 
         A master that does not answer later is tried again indefinitely. The same holds for a master
@@ -127,7 +129,7 @@ class MasterClient:
         agent, the method calls the node's ``refused`` and returns.
 
         Args:
-            take_recipe: Called with the stored recipe for warm starts, before the first report.
+            take_recipe: Awaited with the stored recipe for warm starts, before the first report.
                 None if the agent does not need it.
 
         Raises:
@@ -230,6 +232,37 @@ class MasterClient:
             "PUT", RECIPE_PATH, body, deadline_s=RECIPE_S, max_bytes=MAX_SHORT_REPLY_BYTES
         )
 
+    async def fetch_earlier_recipe(self, key: str, within_s: float) -> bytes:
+        """Return the recipe that an earlier run of the job's program has left.
+
+        The result is empty if there is none. The request is not repeated.
+
+        Args:
+            key: Key of the recipe.
+            within_s: Seconds in which the master must answer.
+
+        Raises:
+            DLRoverError: The master does not answer in time, or refuses the request.
+        """
+        path = f"{EARLIER_RECIPES_PATH}/{key}"
+        return await self._client.call("GET", path, deadline_s=within_s, max_bytes=MAX_RECIPE_BYTES)
+
+    async def store_earlier_recipe(self, key: str, body: bytes, within_s: float) -> None:
+        """Have the master keep a recipe for later runs; an empty body removes it.
+
+        Args:
+            key: Key of the recipe.
+            body: The recipe.
+            within_s: Seconds in which the master must answer.
+
+        Raises:
+            DLRoverError: The master has not kept it in time, or refuses the request.
+        """
+        path = f"{EARLIER_RECIPES_PATH}/{key}"
+        await self._client.call(
+            "PUT", path, body, deadline_s=within_s, max_bytes=MAX_SHORT_REPLY_BYTES
+        )
+
     async def ask_shards(self, body: bytes) -> bytes:
         """Return the master's answer to a worker's request about shards.
 
@@ -291,7 +324,7 @@ class MasterClient:
             )
             if self._take_recipe is take:
                 self._take_recipe = None
-                take(stored)
+                await take(stored)
         body = self._node.report().model_dump_json(exclude_defaults=True).encode()
         answer = await self._client.call(
             "POST", self._path, body, deadline_s=deadline, max_bytes=MAX_ASSIGNMENT_BYTES

@@ -1,10 +1,12 @@
-"""The recipe that an earlier run of the same command has left on this node.
+"""The recipe that an earlier run of the same command has left: on this node, or with the master.
 
 A recipe lists the modules that a script imports. It is used again only if nothing has changed that
 decides which modules these are: the interpreter, the installed packages, the command line, the
 script, each imported file, and the environment as far as interpreters and libraries read it.
 """
 
+import contextlib
+import functools
 import hashlib
 import logging
 import os
@@ -12,8 +14,10 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from dlrover_py import __version__
+from dlrover_py.process.blocking import BackgroundThread, OverdueError
 from dlrover_py.process.ownership import NotOwnedError
 from dlrover_py.process.recipe_cache import FileState, KeptRecipe, RecipeCache
 from dlrover_py.protocol.zygote import RecipeLine
@@ -30,12 +34,43 @@ SAME_RUN_S = 60.0
 """Agents that count a run within this many seconds are taken for those of one run."""
 MOST_DOUBLINGS = 6
 """Largest exponent of 2 for the number of cold runs after the death of a forked worker."""
-_WITHOUT_EFFECT = ("TORCHELASTIC_", "TORCHINDUCTOR_CACHE_DIR")
-"""Beginnings of the names of variables that decide no imports, and differ between runs or CPUs."""
+MAX_HASHED_BYTES = 1 << 20
+"""Bytes of a module of the user up to which its content is compared, and not its time."""
+_WITHOUT_EFFECT = ("TORCHELASTIC_", "TORCHINDUCTOR_CACHE_DIR", "NVIDIA_VISIBLE_DEVICES")
+"""Beginnings of the names of variables that decide no imports, and differ between runs, CPUs or
+Pods."""
+
+
+class RecipeKeeper(Protocol):
+    """Where recipes are kept between runs. All methods may block."""
+
+    def load(self, key: str) -> KeptRecipe | None:
+        """Return a recipe; None if there is none that can be read.
+
+        Raises:
+            NotOwnedError: Another user can change what is kept.
+            OSError: It cannot be read.
+        """
+
+    def store(self, key: str, recipe: KeptRecipe) -> None:
+        """Keep a recipe instead of an older one of the key.
+
+        Raises:
+            NotOwnedError: Another user can change what is kept.
+            OSError: It cannot be written.
+        """
+
+    def remove(self, key: str) -> bool:
+        """Remove a recipe, and return whether there may have been one.
+
+        Raises:
+            NotOwnedError: Another user can change what is kept.
+            OSError: It cannot be removed.
+        """
 
 
 class EarlierRun:
-    """The recipe in the cache for one command of this node.
+    """The recipe that is kept for one command of this node.
 
     All methods read or write files, and may block. Those that raise nothing log errors, because a
     job goes on without a cache.
@@ -43,7 +78,7 @@ class EarlierRun:
 
     def __init__(
         self,
-        cache: RecipeCache,
+        cache: RecipeKeeper,
         argv: Sequence[str],
         env: Mapping[str, str],
         installed: Sequence[str],
@@ -149,10 +184,25 @@ class EarlierRun:
         """
         self._key = self._make_key()
         found = self._cache.load(self._key)
-        if found is not None and any(_state(path) != was for path, was in found.files.items()):
+        if found is None or not found.lines:
+            return None
+        if not self._is_of_installed_modules(found.lines) or any(
+            self._state(path) != was for path, was in found.files.items()
+        ):
             self._cache.remove(self._key)
             return None
-        return found if found is not None and found.lines else None
+        return found
+
+    def _is_of_installed_modules(self, lines: Iterable[RecipeLine]) -> bool:
+        """Return whether a recipe imports installed modules only, and sets no variable.
+
+        All recipes that :meth:`store` keeps are such. Others may write where recipes are kept.
+        """
+        installed = tuple(self._installed)
+        return all(
+            what == "own" or (what == "import" and str(value).startswith(installed))
+            for what, _, value in lines
+        )
 
     def store(self, lines: Sequence[RecipeLine], import_s: float) -> bool:
         """Keep a recipe, unless the script has changed since the beginning of this run.
@@ -181,11 +231,28 @@ class EarlierRun:
                 fewer = replace(present, cold_runs=present.cold_runs - 1, counted_at=now)
                 self._cache.store(self._key, fewer)
                 return False
-        files = dict(_states(value for _, _, value in lines))
+        paths = [value for _, _, value in lines if value is not None]
+        files = {path: state for path in paths if (state := self._state(path)) is not None}
         refusals = 0 if present is None else present.refusals
         kept = KeptRecipe(self._name, lines, import_s, files, refusals)
         self._cache.store(self._key, kept)
         return True
+
+    def _state(self, path: str) -> FileState | None:
+        """Return what shows later whether a file has changed; None if it cannot be read.
+
+        For an installed module this is the time of its last change. For a module of the user it is
+        a digest: a new container may have the same file with another time.
+        """
+        try:
+            found = os.stat(path)
+            if path.startswith(tuple(self._installed)) or found.st_size > MAX_HASHED_BYTES:
+                return found.st_mtime_ns, found.st_size
+            with open(path, "rb") as file:
+                digest = hashlib.sha256(file.read(MAX_HASHED_BYTES)).digest()
+        except OSError:
+            return None
+        return int.from_bytes(digest[:6]), found.st_size
 
     def _make_key(self) -> str:
         """Return the key of the command as everything is now.
@@ -198,7 +265,7 @@ class EarlierRun:
         parts += [os.getcwd(), *argv]
         with open(self._script(), "rb") as script:
             parts.append(hashlib.sha256(script.read()).hexdigest())
-        parts += [(folder, _state(folder)) for folder in self._installed]
+        parts += [(folder, _entries(folder)) for folder in self._installed]
         for name, value in sorted(self._env.items()):
             if name.startswith(READ_BY_LIBRARIES) and not name.startswith(_WITHOUT_EFFECT):
                 parts.append((name, value))
@@ -221,17 +288,75 @@ class EarlierRun:
         raise FileNotFoundError(f"module {self._argv[3]}: its file is not known")
 
 
-def _states(paths: Iterable[str | None]) -> Iterable[tuple[str, FileState]]:
-    """Yield the state of each path that is a file."""
-    for path in paths:
-        if path is not None and (state := _state(path)) is not None:
-            yield path, state
+class RecipeShelf:
+    """The recipe of one command between runs, for an event loop: a thread makes all calls."""
 
+    def __init__(
+        self, argv: Sequence[str], env: Mapping[str, str], installed: Sequence[str]
+    ) -> None:
+        """Take the command, as for :class:`EarlierRun`. Recipes are in a folder, if there is one.
 
-def _state(path: str) -> FileState | None:
-    """Return time of change and size of a file or folder; None if it cannot be read."""
-    try:
-        found = os.stat(path)
-    except OSError:
+        Args:
+            argv: Command line of the workers.
+            env: Environment that all workers have. It may name the folder.
+            installed: Folders of the standard library and of installed packages.
+        """
+        self._command = argv, env, installed
+        self._thread = BackgroundThread("recipes")
+        self._kept: Sequence[RecipeLine] = ()
+        """The recipe that was kept last."""
+        self._run: EarlierRun | None = None
+        if (cache := RecipeCache.of(env)) is not None:
+            self.use(cache)
+
+    def use(self, keeper: RecipeKeeper, keeps: Callable[[], bool] = lambda: True) -> None:
+        """Take the place where recipes are kept.
+
+        Args:
+            keeper: The place.
+            keeps: Returns whether this node keeps its recipe there.
+        """
+        self._run, self._keeps = EarlierRun(keeper, *self._command), keeps
+
+    async def find(self, within_s: float) -> KeptRecipe | None:
+        """Return the recipe; None if there is none that can be used, or not within the limit."""
+        if self._run is not None:
+            with contextlib.suppress(OverdueError):
+                return await self._thread.run(self._run.find, within_s)
         return None
-    return found.st_mtime_ns, found.st_size
+
+    def keep(self, lines: Sequence[RecipeLine], import_s: float) -> None:
+        """Keep a recipe for later runs, in the thread; the same one is kept once.
+
+        Args:
+            lines: The recipe. It must not contain values of environment variables.
+            import_s: Seconds that workers needed to import it.
+        """
+        if self._run is not None and lines != self._kept and self._keeps():
+            self._kept = lines
+            self._thread.post(functools.partial(self._run.keep, lines, import_s))
+
+    def forget(self) -> None:
+        """Remove the recipe, in the thread, because no zygote could be built from it."""
+        if self._run is not None:
+            self._thread.post(self._run.forget)
+
+    def distrust(self, *, forked: bool) -> None:
+        """Remove the recipe, in the thread, because a worker has died early.
+
+        Args:
+            forked: Whether that worker was forked; see :meth:`EarlierRun.distrust`.
+        """
+        if self._run is not None:
+            self._thread.post(functools.partial(self._run.distrust, forked=forked))
+
+
+def _entries(folder: str) -> list[str]:
+    """Return the names in a folder of packages; they have the versions of what pip has installed.
+
+    The folder's own time would differ in each new container: its first import may write bytecode.
+    """
+    try:
+        return sorted(name for name in os.listdir(folder) if name != "__pycache__")
+    except OSError:
+        return []

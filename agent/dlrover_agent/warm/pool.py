@@ -27,7 +27,7 @@ from typing import Self
 import dlrover_py
 from dlrover_agent import temporary_folder
 from dlrover_agent.child_processes import ChildRegistry
-from dlrover_agent.warm.earlier_run import EarlierRun
+from dlrover_agent.warm.earlier_run import RecipeShelf
 from dlrover_agent.warm.observer import ImportObserver, raise_task_error
 from dlrover_agent.warm.script import BOOT
 from dlrover_agent.warm.zygote import receive, send
@@ -35,7 +35,6 @@ from dlrover_py.process.blocking import BackgroundThread, OverdueError
 from dlrover_py.process.children import wake
 from dlrover_py.process.identity import ProcessId, exit_code, members
 from dlrover_py.process.ownership import NotOwnedError
-from dlrover_py.process.recipe_cache import RecipeCache
 from dlrover_py.process.starter import Starter, kill_and_reap
 from dlrover_py.protocol import recipe as recipes
 from dlrover_py.protocol.zygote import (
@@ -306,10 +305,8 @@ class WarmPool:
         self.program = program
         self._scratch, self._children, self._on_change = scratch, children, on_change
         self._installed = installed_folders()
-        self._earlier: EarlierRun | None = None
-        cache = RecipeCache.of(program.env)
-        if cache is not None and not self.disabled_reason:
-            self._earlier = EarlierRun(cache, program.argv, program.env, self._installed)
+        self.shelf = RecipeShelf(program.argv, program.env, self._installed)
+        """Where the recipe is kept between runs."""
         self._uses_earlier = False
         """Whether the recipe is of an earlier run, and no zygote of it has been fit in this run."""
         self._zygote: _Zygote | None = None
@@ -356,17 +353,17 @@ class WarmPool:
 
     # --- The recipe of an earlier run ---
 
-    async def adopt_earlier(self) -> None:
-        """Adopt the recipe that an earlier run of the same command has left on this node, if any.
+    async def adopt_earlier(self, within_s: float | None = None) -> None:
+        """Adopt the recipe that an earlier run of the same command has left, if any.
 
         A zygote is built from it, so that the first workers are forked, too.
+
+        Args:
+            within_s: Seconds after which the search is given up; None for the limit of files.
         """
-        if self._earlier is None:
+        if self.disabled_reason:
             return
-        try:
-            found = await self._file_thread.run(self._earlier.find, self._observer.limit_s)
-        except OverdueError:
-            return
+        found = await self.shelf.find(self._observer.limit_s if within_s is None else within_s)
         if found is None or self.recipe is not None:
             return
         self._import_s, self._complete = found.import_s, True
@@ -378,15 +375,6 @@ class WarmPool:
         """Seconds for which the first start waits at most for a zygote of an earlier recipe."""
         return self._limit_s if self._uses_earlier else 0.0
 
-    def distrust_earlier(self, *, forked: bool) -> None:
-        """Remove the recipe that is kept for later runs, because a worker has died early.
-
-        Args:
-            forked: Whether that worker was forked; see :meth:`EarlierRun.distrust`.
-        """
-        if self._earlier is not None:
-            self._file_thread.post(functools.partial(self._earlier.distrust, forked=forked))
-
     def _keep_for_later(self) -> None:
         """Keep the recipe of the present zygote for later runs of the same command.
 
@@ -394,9 +382,8 @@ class WarmPool:
         environment variables: they may be secrets.
         """
         recipe = self.recipe
-        if self._earlier is not None and recipe is not None and recipe.shared and self._complete:
-            lines = recipe.without(self._excluded_modules).lines
-            self._file_thread.post(functools.partial(self._earlier.keep, lines, self._import_s))
+        if recipe is not None and recipe.shared and self._complete:
+            self.shelf.keep(recipe.without(self._excluded_modules).lines, self._import_s)
 
     # --- Observation of cold workers ---
 
@@ -471,6 +458,8 @@ class WarmPool:
             self.adopt(older.extended_by(recipe) if of_forks else recipe.with_imports_of(older))
         elif self.recipe is not None and self._zygote is None and not self.building:
             self._build_soon()
+        elif self._zygote is not None:  # built from the recipe of another node
+            self._keep_for_later()
 
     def adopt(self, recipe: ImportRecipe) -> None:
         """Keep a recipe of this node or another node, and begin to build a zygote from it.
@@ -573,8 +562,7 @@ class WarmPool:
         If an earlier run's recipe has failed, it is removed, and a first start is not delayed.
         """
         if self._uses_earlier and self._zygote is None:
-            if self._earlier is not None:
-                self._file_thread.post(self._earlier.forget)
+            self.shelf.forget()
             self._uses_earlier = False
             self._on_change()
         if self._attempt_over is not None:

@@ -10,6 +10,7 @@ import logging
 from typing import Protocol
 
 from dlrover_agent.core import Core
+from dlrover_agent.warm.master_recipes import ANSWER_S, EarlierRecipeStore, MasterRecipes
 from dlrover_agent.warm.pool import ImportRecipe, WarmPool
 from dlrover_py.protocol.errors import DLRoverError
 
@@ -19,7 +20,7 @@ WARMING_S = 60.0
 """Most seconds that a node that joins takes to prepare warm starts before its first round."""
 
 
-class RecipeStore(Protocol):
+class RecipeStore(EarlierRecipeStore, Protocol):
     """The connection to the master, which stores the recipe of a job."""
 
     async def fetch_recipe(self) -> bytes:
@@ -56,18 +57,28 @@ class RecipeExchange:
         """Digest of the recipe that the master has stored; empty if there is none."""
         self._own_digest = ""
         """Digest of the recipe that this agent has sent to the master; empty if there is none."""
+        self._earlier_digest = ""
+        """Digest of the recipe of an earlier run that the master keeps, which is not sent again."""
         self._transfer: asyncio.Task[None] | None = None
         self._wait_timer: asyncio.TimerHandle | None = None
-        self._waiting = True
+        self._waiting, self._looking = True, False
+        """Whether the first round waits; whether the master must still be asked for the recipe of
+        an earlier run."""
+
+    def _is_first_node(self) -> bool:
+        """Return whether this is the node of rank 0, which keeps the job's recipe for later."""
+        assignment = self._core.assignment
+        return assignment is not None and assignment.node_rank == 0
 
     def delays_first_round(self) -> bool:
         """Return whether the first round has to wait until warm starts are prepared.
 
         The nodes that already train would wait longer for a cold start. The result is True only
-        while the first zygote is being built, and for ``WARMING_S`` at most. Once it is False, it
-        stays False.
+        while a recipe is looked for, and while the first zygote is being built, and for
+        ``WARMING_S`` at most. Once it is False, it stays False.
         """
-        self._waiting = self._waiting and self._warm.building and not self._warm.ready
+        prepares = self._looking or (self._warm.building and not self._warm.ready)
+        self._waiting = self._waiting and prepares
         return self._waiting
 
     def assigned(self, digest: str) -> None:
@@ -106,9 +117,44 @@ class RecipeExchange:
             return
         self._delay_first_round(WARMING_S)
 
-    async def take_earlier(self) -> None:
-        """Prepare warm starts with the recipe that an earlier run has left on this node, if any."""
-        await self._warm.adopt_earlier()
+    async def take_earlier(self, *, with_master: bool) -> None:
+        """Prepare warm starts with the recipe that an earlier run has left on this node, if any.
+
+        If the master keeps such recipes, nothing is done before its first answer.
+
+        Args:
+            with_master: Whether the master keeps the recipes of earlier runs, and not this node.
+        """
+        if not with_master:
+            await self._adopt_earlier()
+            return
+        self._warm.shelf.use(MasterRecipes(self._store), keeps=self._is_first_node)
+        self._looking = not self._warm.disabled_reason
+
+    async def take_first(self, body: bytes) -> None:
+        """Prepare warm starts with the first answer of the master.
+
+        If the job has no recipe yet, the master may be asked for that of an earlier run.
+
+        Args:
+            body: The recipe of the running job; empty if the master has none.
+        """
+        self.take(body)
+        try:
+            if self._looking and self._warm.recipe is None:
+                await self._adopt_earlier(ANSWER_S)
+                if self._warm.recipe is not None:
+                    self._earlier_digest = self._warm.recipe.digest
+        finally:
+            self._looking = False
+
+    async def _adopt_earlier(self, limit_s: float | None = None) -> None:
+        """Build a zygote from the recipe of an earlier run, for which the first round waits.
+
+        Args:
+            limit_s: Seconds after which the search is given up; None for the limit of files.
+        """
+        await self._warm.adopt_earlier(limit_s)
         if within_s := self._warm.earlier_s:
             self._delay_first_round(min(WARMING_S, within_s))
 
@@ -135,11 +181,15 @@ class RecipeExchange:
             return
         if self._stored_digest and recipe is None:
             self._transfer = asyncio.create_task(self._fetch())
-        elif recipe is not None and recipe.shared:
+        elif recipe is not None and recipe.shared and not self._is_of_master(recipe):
             # The agent that sent the recipe first also sends it again when it has grown.
             grown = self._own_digest and self._own_digest != recipe.digest
             if grown or not self._stored_digest:
                 self._transfer = asyncio.create_task(self._send(recipe))
+
+    def _is_of_master(self, recipe: ImportRecipe) -> bool:
+        """Return whether the master has given this recipe, which an earlier run had left."""
+        return self._looking or recipe.digest == self._earlier_digest
 
     async def _fetch(self) -> None:
         try:

@@ -562,7 +562,7 @@ class WorkerSupervisor:
             return
         first = not self._stopped and sum(w.ended for w in self._workers) == 1
         if first and worker.is_young and code != -signal.SIGKILL:
-            self.warm.distrust_earlier(forked=worker.child is not None)
+            self.warm.shelf.distrust(forked=worker.child is not None)
         stopped = self._stopped and -code in (*self._command.signals, signal.SIGKILL)
         succeeded = [w.rank for w in self._workers if w.succeeded]
         describer = self._deaths.facts(worker, code, step, succeeded)

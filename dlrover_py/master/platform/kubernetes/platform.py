@@ -77,6 +77,11 @@ class KubernetesPlatform:
         conditions = PlatformConditions(self._table, self._rights, self._trial)
         self._publisher = StatusPublisher(context, conditions, self._jobs, self._recorder)
 
+    @property
+    def program(self) -> str:
+        """Digest of what the workers run; empty if it is not known, or the job was deleted."""
+        return "" if self._jobs.job is None else self._jobs.job.worker.program_hash
+
     async def get_job(self, accepted: ElasticJob | None = None) -> ElasticJob:
         """Return the desired state of the job, and take over what its status says.
 
