@@ -35,6 +35,7 @@ from dlrover_py.protocol.agents import (
     WorkerFailure,
     WorkerPhase,
 )
+from dlrover_py.protocol.autoscale import NodeAllocation
 from dlrover_py.protocol.errors import InvariantError
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import NodeId, Term
@@ -2438,3 +2439,19 @@ def test_an_edit_of_the_template_is_told_and_counted_and_changes_no_node_that_ru
     restarted(bench, rolling=False)
     bench.settle()
     assert bench.job.status(bench.now, bench.now).updated == 2
+
+
+def test_the_allocator_may_allow_fewer_standbys_and_no_round_follows() -> None:
+    spec = elastic_job(2, 1, standby=2)
+    bench = running(spec)
+    assert len(bench.pods) == 4
+    number = bench.job.state.round
+    bench.change(spec.allocated(NodeAllocation(nodes=2, standbys=1)))
+    bench.pass_time(5)
+    bench.settle()
+    assert (len(bench.pods), bench.job.state.round) == (3, number)
+    assert set(bench.members) <= set(bench.pods)
+    bench.change(spec.allocated(NodeAllocation(nodes=2)))
+    bench.pass_time(5)
+    bench.settle()
+    assert len(bench.pods) == 4
