@@ -243,6 +243,8 @@ class Allocation:
     """Where :attr:`nodes` are best placed, by the name of the pool."""
     forced: bool = False
     """Whether a change was forced by a loss of hosts or by the minimum of another job."""
+    standbys: int = 0
+    """Standbys that the job may have beside its nodes."""
 
 
 @dataclass(slots=True)
@@ -338,7 +340,10 @@ def allocate(
     free = _fitted(shares, total)
     free = _grown(shares.values(), free)
     _exchanged(shares.values(), free, max(1, int(CHURN * total)))
-    granted = _when_gone(order, shares, waiting, total - busy, now)
+    granted = {
+        name: replace(one, standbys=shares[name].standbys if name in shares else 0)
+        for name, one in _when_gone(order, shares, waiting, total - busy, now).items()
+    }
     return _placed(granted, order, pools, usable)
 
 
@@ -397,14 +402,10 @@ def _admitted(
     left, stable_left = total, stable
     running = sum(demand.least for demand in order if _has_nodes(demand))
     """Minima of the jobs with nodes that follow: no standby is worth one of them."""
-    urgent = -math.inf
-    """Highest priority of the jobs that get a minimum here and do not have it yet."""
     for demand in order:
         least, has_nodes = demand.least, _has_nodes(demand)
-        # A job that starts must have room for its standbys, because it creates them at once. Those
-        # that exist end with their job alone, so no other job could start in their place.
-        fixed = demand.standing if urgent > demand.priority else 0
-        needs = least + (fixed if has_nodes else demand.standbys)
+        # A job that starts must have room for its standbys. Later it gives them up one by one.
+        needs = least + (0 if has_nodes else demand.standbys)
         running -= least if has_nodes else 0
         on_stable = demand.spot_policy == "onDemandMin"
         room = min(left, stable_left) if on_stable else left
@@ -414,22 +415,20 @@ def _admitted(
         if needs > room:
             hosts = "stable nodes" if on_stable else "nodes"
             possible = stable if on_stable else total
-            standbys = f" with {counted(needs - least, 'standby')}" if needs > least else ""
+            beside = f" with {counted(needs - least, 'standby')}" if needs > least else ""
             waiting[demand.name] = (
-                f"held back: it needs {counted(needs, 'node')}{standbys}, and the cluster has "
+                f"held back: it needs {counted(needs, 'node')}{beside}, and the cluster has "
                 f"{possible}"
                 if needs > possible
-                else f"held back: it needs {needs} {hosts}{standbys}, and {room} are left by other "
+                else f"held back: it needs {needs} {hosts}{beside}, and {room} are left by other "
                 "jobs"
             )
             if needs <= possible and abs(now - demand.waits_since) > PATIENCE_S:
                 first = first or demand
             continue
-        if demand.size < least:
-            urgent = max(urgent, demand.priority)
         left -= least
-        standing = min(demand.standbys, max(fixed, left - running if has_nodes else left))
-        left -= standing
+        standbys = min(demand.standbys, max(0, left - running if has_nodes else left))
+        left -= standbys
         # What may be on any host leaves the stable ones to those that need them, if it can.
         stable_left = stable_left - least if on_stable else min(stable_left, left)
         start = demand.granted if demand.granted is not None else demand.size
@@ -437,7 +436,7 @@ def _admitted(
         nodes = min(most, max(least, demand.fit(start)))
         held_s = max(0.0, min(hold_s, FORCED_S) if demand.forced else hold_s)
         steady = not start or abs(now - demand.granted_at) >= held_s
-        shares[demand.name] = _Share(demand, nodes, start, steady, least, most, standing)
+        shares[demand.name] = _Share(demand, nodes, start, steady, least, most, standbys)
     return shares, waiting
 
 
@@ -449,9 +448,7 @@ def _fitted(shares: Mapping[str, _Share], total: int) -> int:
 
     Those of low priority are taken first, and among them those whose loss is least.
     """
-    # Standbys that exist take room, also those that the minima of others have left none for.
-    taken = (share.nodes + max(share.standbys, share.demand.standing) for share in shares.values())
-    free = total - sum(taken)
+    free = total - sum(share.nodes + share.standbys for share in shares.values())
     newest = next((n for n, s in reversed(list(shares.items())) if not s.start), "")
     heap = [
         (share.demand.priority, _loss(share), index, share)

@@ -681,9 +681,10 @@ def why(name: str | None, round_number: int | None, as_json: bool, target: Targe
         for condition in job_view.problems:
             if not job_view.reason or job_view.reason not in condition.message:
                 click.echo(f"  {view.problem_line(condition)}")
-        for words in (job_view.size_reason, job_view.resource_advice):
-            if words:
-                click.echo(f"  {view.plain(words)}")
+        if job_view.size_reason:
+            click.echo(f"  {view.plain(job_view.size_reason)}")
+        if job_view.resource_advice:
+            click.echo(f"  resources: {view.plain(job_view.resource_advice)}")
     for event in chain:
         click.echo(f"  {view.event_line(event)}")
     if (

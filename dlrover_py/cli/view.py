@@ -392,6 +392,8 @@ def description(job_view: JobView, width: int | None = None) -> list[RenderableT
         line = f"{counted(old, 'node')} {are(old)} from an older template"
         hint = "`dlrover job restart` replaces all nodes"
         parts.append(text(f"template  {line}: {hint}", 10, "yellow"))
+    if job_view.resource_advice:
+        parts.append(text(f"resources {job_view.resource_advice}", 10))
     datasets = status.datasets if status is not None else []
     parts += [text(f"data      {dataset_line(dataset)}", 10) for dataset in datasets]
     streams = status.streams if status is not None else []

@@ -143,6 +143,8 @@ class NodeAllocation(BaseModel):
     nodes: Annotated[int, Field(ge=0, le=100_000)]
     """Greatest number of nodes for now, without standbys. With fewer than ``minReplicas`` the job
     is held back."""
+    standbys: Annotated[int, Field(ge=0, le=10_000)] | None = None
+    """Greatest number of standbys for now; if absent, ``standbyReplicas``."""
     reason: str = ""
     """Why, in words."""
     since: Annotated[float, Field(allow_inf_nan=False)] = 0.0

@@ -993,6 +993,13 @@ class ElasticJob(_Strict):
         return None if self.allocation is None else self.allocation.nodes
 
     @property
+    def standbys(self) -> int:
+        """Return how many standbys the job has beside its nodes: the allocator may allow fewer."""
+        most = self.worker.standby_replicas
+        allowed = None if self.allocation is None else self.allocation.standbys
+        return most if allowed is None else min(most, allowed)
+
+    @property
     def in_queue(self) -> bool:
         """Whether a queue of Kueue admits the job: it says which hosts and how much it may have."""
         return names.LABEL_QUEUE in self.metadata.labels

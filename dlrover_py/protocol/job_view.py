@@ -90,7 +90,7 @@ class JobView:
         """What is advised for memory and CPUs of its nodes; empty without ``resourceAdvice``."""
         for condition in self.conditions:
             if condition.type == ConditionType.RESOURCES_ADVISED:
-                return f"resources: {condition.message}"
+                return condition.message
         return ""
 
     @property

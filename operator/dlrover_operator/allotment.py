@@ -218,16 +218,32 @@ def decide(
         one = sizes[demand.name]
         # The time that a job was suspended is no time that it has waited.
         resumed = granted is not None and granted.reason == SUSPENDED
+        # A job without nodes has no standbys, whatever it may have.
+        standbys = one.standbys if one.nodes and one.standbys < demand.standbys else None
         if granted is None or granted.nodes != one.nodes or resumed:
             found[key] = NodeAllocation(
-                nodes=one.nodes, reason=one.reason, since=now, forced=one.forced
+                nodes=one.nodes,
+                standbys=standbys,
+                reason=one.reason,
+                since=now,
+                forced=one.forced,
             )
-        elif granted.reason != one.reason:
-            found[key] = granted.model_copy(update={"reason": one.reason})
+        elif (granted.reason, granted.standbys) != (one.reason, standbys):
+            update = {"reason": one.reason, "standbys": standbys}
+            found[key] = granted.model_copy(update=update)
+
+    def standbys_of(key: Key, one: NodeAllocation) -> int:
+        return demands[key][0].standbys if one.standbys is None else one.standbys
 
     def turn(key: Key) -> int:
         granted = demands[key][1] if key in demands else None
-        falls = key not in demands or (granted is not None and found[key].nodes < granted.nodes)
+        falls = key not in demands or (
+            granted is not None
+            and (
+                found[key].nodes < granted.nodes
+                or standbys_of(key, found[key]) < standbys_of(key, granted)
+            )
+        )
         return 0 if falls else 1 if found[key].since == now else 2
 
     return {key: found[key] for key in sorted(found, key=turn)}

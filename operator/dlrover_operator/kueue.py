@@ -120,7 +120,7 @@ class Workload:
     """Whether it was deleted but still exists."""
     flavors: tuple[str, ...] = ()
     """Names of the ResourceFlavors that its Pods get, sorted."""
-    updates: PodUpdates = field(default_factory=PodUpdates)
+    updates: PodUpdates = field(default_factory=PodUpdates, hash=False)
     """What its Pods get besides."""
 
     @classmethod

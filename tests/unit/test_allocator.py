@@ -259,7 +259,7 @@ def test_standbys_are_taken_from_the_surplus_and_return_when_there_is_room() -> 
     b = job("b", 1, 1, standbys=1)
     found = allocate([a, b], [Pool(name="p", nodes=4)], NOW)
     assert found["a"].nodes == 2, "one for b, and one for its standby"
-    assert found["b"] == Allocation(0, 1, found["b"].reason)
+    assert found["b"] == Allocation(0, 1, found["b"].reason, standbys=1)
     a = replace(a, granted=2, size=2, granted_at=NOW)
     found = allocate([a, b], [Pool(name="p", nodes=4)], NOW)
     assert nodes(found) == {"a": 2, "b": 1}
@@ -267,22 +267,38 @@ def test_standbys_are_taken_from_the_surplus_and_return_when_there_is_room() -> 
     assert nodes(allocate([a, b], [Pool(name="p", nodes=3)], NOW)) == {"a": 2, "b": 1}
 
 
-def test_a_job_of_higher_priority_does_not_wait_for_a_standby() -> None:
+def test_a_standby_is_given_up_before_a_job_is_suspended() -> None:
     a = job("a", 2, 2, granted=2, standbys=1, standing=1)
     b = job("b", 2, 2, priority=1)
     four = [Pool(name="p", nodes=4)]
     found = allocate([a, b], four, NOW)
-    assert nodes(found) == {"a": 0, "b": 0}
-    assert found["a"].reason == "2→0: it needs 3 nodes with 1 standby, and 2 are left by other jobs"
+    assert nodes(found) == {"a": 2, "b": 0}
+    assert found["a"].standbys == 0
     assert found["b"].reason == "0→2: waits until other jobs have given 1 node back"
-    ending = replace(a, granted=0, granted_at=NOW, size=1)  # the standby ends last
-    assert nodes(allocate([ending, b], four, NOW + 1)) == {"a": 0, "b": 2}
-    ended, b = replace(ending, size=0, standing=0), replace(b, granted=2, size=2)
-    found = allocate([ended, b], four, NOW + 2)
-    assert nodes(found) == {"a": 0, "b": 2}
-    assert found["a"].reason == (
-        "held back: it needs 3 nodes with 1 standby, and 2 are left by other jobs"
-    )
+    ended = replace(a, standing=0)
+    assert nodes(allocate([ended, b], four, NOW + 1)) == {"a": 2, "b": 2}
+    five = [Pool(name="p", nodes=5)]
+    found = allocate([ended, replace(b, granted=2, size=2)], five, NOW + 2)
+    assert found["a"].standbys == 1, "it comes back when there is room"
+
+
+@given(demands(), st.integers(0, 40), st.integers(0, 3))
+def test_a_job_is_suspended_only_if_the_minima_alone_do_not_fit(
+    jobs: list[Demand], nodes: int, standing: int
+) -> None:
+    jobs = [
+        replace(one, spot_policy="any", standing=min(standing, one.standbys), queued_at=NOW)
+        for one in jobs
+    ]
+    found = allocate(jobs, [Pool(name="p", nodes=nodes)], NOW)
+    kept = [one for one in jobs if found[one.name].goal]
+    for one in jobs:
+        if (one.size or one.granted) and not found[one.name].goal:
+            before = [o for o in kept if o.priority >= one.priority]
+            taken = sum(o.least + found[o.name].standbys for o in before)
+            assert taken + one.least > nodes
+    assert sum(found[one.name].goal + found[one.name].standbys for one in kept) <= nodes
+    assert all(0 <= found[one.name].standbys <= one.standbys for one in jobs)
 
 
 def test_a_standby_that_exists_is_no_reason_to_suspend_a_job_that_has_lost_a_host() -> None:
@@ -309,7 +325,7 @@ def test_no_job_waits_for_ever_for_a_standby(
         found = allocate(jobs, pools, now)
         now += 400.0
         after = [
-            replace(one, standing=one.standbys if one.granted else 0)
+            replace(one, standing=found[one.name].standbys if one.granted else 0)
             for one in follow(jobs, found, now)
         ]
         if [one.granted for one in after] == [one.granted for one in jobs]:

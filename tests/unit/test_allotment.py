@@ -78,7 +78,7 @@ class World:
             wanted = min(granted, worker["replicas"]) if runs else 0
             training = {"phase": "Running" if runs else "Suspended", "desired": wanted}
             self.jobs[name].setdefault("status", {})["training"] = training
-            self.pods[name] = wanted + (worker.get("standbyReplicas", 0) if runs else 0)
+            self.pods[name] = wanted + (self.standbys(name) if runs else 0)
 
     def written(self) -> dict[str, int]:
         """Write until nothing changes before a master has done something; return the numbers."""
@@ -86,13 +86,19 @@ class World:
             self.write(self.decide())
         return {name: self.granted(name) for name in self.jobs}
 
+    def standbys(self, name: str) -> int:
+        """Return how many standbys a job may have now."""
+        one = self.jobs[name]
+        most = int(one["spec"]["replicaSpecs"]["worker"].get("standbyReplicas", 0))
+        allowed = ((one.get("status") or {}).get("allocation") or {}).get("standbys")
+        return most if allowed is None else min(most, int(allowed))
+
     def promised(self) -> int:
         """Return the nodes that exist or may be created."""
         found = 0
-        for name, one in self.jobs.items():
-            standbys = one["spec"]["replicaSpecs"]["worker"].get("standbyReplicas", 0)
+        for name in self.jobs:
             granted = self.granted(name)
-            found += max(self.pods.get(name, 0), granted + standbys if granted else 0)
+            found += max(self.pods.get(name, 0), granted + self.standbys(name) if granted else 0)
         return found
 
     def settle(self) -> None:
@@ -266,6 +272,25 @@ def test_jobs_that_ask_for_nothing_keep_what_they_hold() -> None:
     world.jobs["a"] = job("a", 9, 1, standbyReplicas=1)
     writes = world.decide()
     assert {key[1]: one.nodes for key, one in writes.items()} == {"a": 10 - 1 - 2 - 1 - 2 - 1}
+
+
+def test_standbys_are_given_up_one_by_one_and_come_back() -> None:
+    world = World({"a": job("a", 2, 2, standbyReplicas=2)}, SharedHosts(capacity=5))
+    world.settle()
+    assert (world.granted("a"), world.pods["a"]) == (2, 4)
+    world.jobs["b"] = job("b", 2, 2, priority="high")
+    writes = world.decide()
+    assert {key[1]: (one.nodes, one.standbys) for key, one in writes.items()} == {
+        "a": (2, 1),
+        "b": (0, None),
+    }
+    assert next(iter(writes))[1] == "a", "what falls is written first"
+    world.settle()
+    assert (world.granted("a"), world.granted("b"), world.pods["a"]) == (2, 2, 3)
+    del world.jobs["b"], world.pods["b"]
+    world.settle()
+    assert (world.granted("a"), world.pods["a"]) == (2, 4)
+    assert world.jobs["a"]["status"]["allocation"]["standbys"] is None
 
 
 @pytest.mark.parametrize("standbys", [3, 100, 10_000])

@@ -36,6 +36,7 @@ from dlrover_py.protocol.agents import (
     WorkerFailure,
     WorkerPhase,
 )
+from dlrover_py.protocol.autoscale import NodeAllocation
 from dlrover_py.protocol.errors import InvariantError
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import NodeId, Term
@@ -2460,3 +2461,19 @@ def test_a_program_is_its_image_command_and_account() -> None:
     ]
     found = {program(**other) for other in others} | {program(account="other"), one}
     assert len(found) == len(others) + 2
+
+
+def test_the_allocator_may_allow_fewer_standbys_and_no_round_follows() -> None:
+    spec = elastic_job(2, 1, standby=2)
+    bench = running(spec)
+    assert len(bench.pods) == 4
+    number = bench.job.state.round
+    bench.change(spec.allocated(NodeAllocation(nodes=2, standbys=1)))
+    bench.pass_time(5)
+    bench.settle()
+    assert (len(bench.pods), bench.job.state.round) == (3, number)
+    assert set(bench.members) <= set(bench.pods)
+    bench.change(spec.allocated(NodeAllocation(nodes=2)))
+    bench.pass_time(5)
+    bench.settle()
+    assert len(bench.pods) == 4

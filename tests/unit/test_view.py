@@ -14,6 +14,7 @@ from dlrover_py.localcluster.cluster import expand
 from dlrover_py.protocol.agents import FailureKind, Progress, WorkerFailure
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.local import Snapshot
+from dlrover_py.protocol.reasons import ConditionReason, ConditionType
 from dlrover_py.protocol.status import (
     Condition,
     Failure,
@@ -471,3 +472,21 @@ def test_ages_are_kubectls() -> None:
         if time.time() - now < 0.9:  # else the machine stood still, and they are older by now
             break
     assert ages == ["5s", "119s", "2m", "2h", "2d"]
+
+
+def test_what_memory_and_cpus_nodes_need_is_described_and_is_no_problem() -> None:
+    words = "memory 2560Mi instead of 8192Mi: a node used at most 2048 MiB"
+    advice = Condition(
+        type=ConditionType.RESOURCES_ADVISED,
+        status="True",
+        reason=ConditionReason.RESOURCES_ADVISED,
+        message=words,
+        last_transition_time=1000.0,
+    )
+    found = replace(hostile("x"), conditions=[advice])
+    assert (found.problems, found.resource_advice) == ([], words)
+    out = io.StringIO()
+    console = Console(file=out, width=200)
+    for part in view.description(found):
+        console.print(part)
+    assert f"resources {words}" in out.getvalue()

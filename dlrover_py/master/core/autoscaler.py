@@ -205,7 +205,7 @@ class Autoscaler:
             remaining = max(0, progress.total - progress.step) * (batch or 1.0)
         per_node = world.world_size / len(world.members) if world is not None else 1.0
         age_s = state.time.active_s(live.steady_wall)
-        standby = worker.standby_replicas
+        standby = live.spec.standbys
         return View(
             spec=worker.scaling,
             now=live.steady_wall,
@@ -248,7 +248,7 @@ class Autoscaler:
         starting = count(Readiness.NEAR) + count(Readiness.PENDING, alive=True)
         size = len(self.state.world.members) if self.state.world is not None else 0
         beside = count(Readiness.READY) + count(Readiness.BUSY) - size
-        return starting > 0 or beside > self.live.spec.worker.standby_replicas
+        return starting > 0 or beside > self.live.spec.standbys
 
     def _note_resize(self) -> None:
         """Take in the time that the last change of size has cost, once a step follows it."""

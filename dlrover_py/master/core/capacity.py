@@ -65,7 +65,7 @@ class Capacity:
         if not self.live.rules.can_create or self.unlisted or rests:
             return
         worker = self.live.spec.worker
-        desired = max(0, self.live.desired + worker.standby_replicas - self.state.abandoned_slots)
+        desired = max(0, self.live.desired + self.live.spec.standbys - self.state.abandoned_slots)
         finishing = self.state.succeeded and self.state.pending_round is None
         if self.state.abandoned_slots and desired < worker.minimum and not finishing:
             alone = "" if self.state.round else worker.command_remarks()

@@ -184,8 +184,8 @@ class SpecChanges:
             return False
         if not self.state.resumed and self.state.max_step is not None:
             return False  # the script reports its steps, and has made none in this round
-        worker, size = self.live.spec.worker, self.live.size
-        desired = self.live.desired + worker.standby_replicas - self.state.abandoned_slots
+        size = self.live.size
+        desired = self.live.desired + self.live.spec.standbys - self.state.abandoned_slots
         ready = self.live.nodes.count(Readiness.READY)
         full = size.fit(min(size.desired, ready))
         return ready >= desired and len(self.state.world.members) >= full
