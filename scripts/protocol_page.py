@@ -63,6 +63,7 @@ from dlrover_py.protocol import (
     refusals,
     resource_advice,
     sdk,
+    shard_ledger,
     shards,
     shares,
     slots,
@@ -640,6 +641,19 @@ WIRES: tuple[Wire, ...] = (
         version=f"`format`: {data_ledger.FORMAT}. {FORMAT_RULE}",
         limits=f"The line has at most {size(data_ledger.LONGEST_HEADER)}.",
         module=data_ledger,
+    ),
+    Wire(
+        title="Ledger of leased shards",
+        speakers="The workers of a training, and `dlrover data verify`.",
+        transport="A folder, with a file for each worker in each history: a round, and each state "
+        "that is loaded in it.",
+        framing="Lines of JSON: the header, and then a list for each batch, answer of the lease "
+        "queue, state and epoch.",
+        authentication="The rights of the folder.",
+        version=f"`format`: {shard_ledger.FORMAT}. {FORMAT_RULE}",
+        limits=f"The header has at most {size(shard_ledger.LONGEST_HEADER)}, and each other line "
+        f"{size(shard_ledger.LONGEST_LINE)}.",
+        module=shard_ledger,
     ),
     Wire(
         title="Manifest of a checkpoint",

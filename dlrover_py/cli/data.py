@@ -12,7 +12,7 @@ from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.words import counted
 
 if TYPE_CHECKING:
-    from dlrover_py.trainer.data.verify import EpochReport
+    from dlrover_py.trainer.data.ledger_report import EpochReport, LedgerReport
 
 
 @click.group()
@@ -26,9 +26,10 @@ def data() -> None:
 def verify(directory: Path, as_json: bool) -> int:
     """Prove that each sample of each finished epoch was trained once.
 
-    DIR is the folder of ElasticLoader(ledger=…), or a folder with it in its folder "ledger". The
-    training may be running. Steps that were lost with a failure and trained again count once. The
-    exit code is 1 if a sample was left out or trained twice, or if that cannot be proven.
+    DIR is the folder of ElasticLoader(ledger=…) or of ShardLoader.keep_ledger(…), or a folder with
+    it in its folder "ledger". The training may be running. Steps that were lost with a failure and
+    trained again count once. The exit code is 1 if a sample was left out or trained twice, or if
+    that cannot be proven.
 
     \f
 
@@ -39,14 +40,7 @@ def verify(directory: Path, as_json: bool) -> int:
     Raises:
         ConfigError: there is no ledger, or torch is not installed.
     """
-    try:
-        from dlrover_py.trainer.data.verify import verify as check
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "dlrover data verify needs torch, which is not installed: install DLRover-Py with its "
-            "extra torch"
-        ) from error
-    report = check(directory)
+    report = _checked(directory)
     if as_json:
         epochs = [asdict(each) | {"exact": each.exact} for each in report.epochs]
         document = {"exact": report.exact, "steps": report.steps, "epochs": epochs}
@@ -63,11 +57,34 @@ def verify(directory: Path, as_json: bool) -> int:
     return 0 if report.exact else 1
 
 
+def _checked(directory: Path) -> "LedgerReport":
+    """Check the ledger in a folder.
+
+    Raises:
+        ConfigError: there is no ledger, or it needs torch, which is not installed.
+    """
+    from dlrover_py.trainer.data import verify_shards
+
+    if verify_shards.is_shard_ledger(directory):
+        return verify_shards.verify(directory)
+    try:
+        from dlrover_py.trainer.data.verify import verify as check
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "dlrover data verify needs torch, which is not installed: install DLRover-Py with its "
+            "extra torch"
+        ) from error
+    return check(directory)
+
+
 def _lines(epoch: "EpochReport") -> list[str]:
     """Return what is known of an epoch, in words."""
     state = "finished" if epoch.finished else "in progress"
     if epoch.exact:
         word = f"all {counted(epoch.samples, 'sample')} once" if epoch.finished else "exact so far"
+        if epoch.repeated:  # as the guarantee allows
+            all_of = f"all {counted(epoch.samples, 'sample')}" if epoch.finished else "so far"
+            word = f"{all_of}, {epoch.repeated} of them more than once"
         return [f"epoch {epoch.epoch}: {state}: {word}"]
     words = {
         "missing": (epoch.missing, "not in the ledger"),
@@ -77,7 +94,5 @@ def _lines(epoch: "EpochReport") -> list[str]:
     lines = [f"epoch {epoch.epoch}: {state}: NOT EXACT"]
     for kind, (number, text) in words.items():
         if number:
-            named = ", ".join(map(str, epoch.named[kind]))
-            more = ", …" if number > len(epoch.named[kind]) else ""
-            lines.append(f"  {counted(number, 'sample')} {text}: {named}{more}")
+            lines.append(f"  {counted(number, 'sample')} {text}: {epoch.names(kind)}")
     return lines

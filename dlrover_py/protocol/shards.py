@@ -46,6 +46,10 @@ Fingerprint = Annotated[str, StringConstraints(max_length=64, pattern=r"^[^\x00-
 """Says which data a dataset has, in up to 64 characters; empty if it is not known."""
 
 
+Mark = Annotated[str, StringConstraints(max_length=1100, pattern=r"^[^\x00-\x1f\x7f]*$")]
+"""Names a state in the ledger of leased shards; see :mod:`dlrover_py.protocol.shard_ledger`."""
+
+
 class Level(StrEnum):
     """What is guaranteed about each sample of an epoch."""
 
@@ -143,6 +147,8 @@ class Ledger(Wire):
     """The credited samples of shards that are begun, by position."""
     parts: dict[PartitionName, Runs] = Field(default_factory=dict, max_length=MAX_PARTITIONS)
     """For a stream: the credited units of each partition."""
+    mark: Mark = ""
+    """The state of these credits in the ledger on disk; empty if there is no such ledger."""
 
 
 class Credit(Wire):

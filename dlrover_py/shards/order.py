@@ -65,3 +65,8 @@ class ShardTable:
         run = bisect_right(self._first_shards, shard) - 1
         each = self._sizes[run][1]
         return self._first_samples[run] + (shard - self._first_shards[run]) * each, each
+
+    def shard(self, sample: int) -> int:
+        """Return the shard of a sample of the dataset."""
+        run = bisect_right(self._first_samples, sample) - 1
+        return self._first_shards[run] + (sample - self._first_samples[run]) // self._sizes[run][1]

@@ -1,18 +1,19 @@
 """The SDK that a training script imports; it communicates only with the agent on the same machine.
 
-Importing this package is cheap: it imports neither torch nor pydantic. ``Checkpointer`` and
-``PerRank`` need torch. They are imported when they are first accessed.
+Importing this package is cheap: it imports neither torch nor pydantic. ``Checkpointer``,
+``ElasticLoop`` and ``PerRank`` need torch. They are imported when they are first accessed.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dlrover_py.trainer.checkpointer import Checkpointer
+    from dlrover_py.trainer.loop import ElasticLoop
     from dlrover_py.trainer.state_dict import PerRank
 
-__all__ = ["Checkpointer", "PerRank"]
+__all__ = ["Checkpointer", "ElasticLoop", "PerRank"]
 
-_HOMES = {"Checkpointer": "checkpointer", "PerRank": "state_dict"}
+_HOMES = {"Checkpointer": "checkpointer", "ElasticLoop": "loop", "PerRank": "state_dict"}
 """Module of each name that is imported when it is first accessed."""
 
 

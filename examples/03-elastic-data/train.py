@@ -1,7 +1,7 @@
 """Classify handwritten digits. Each sample is trained once per epoch, whatever fails.
 
-Compare this script with ``01-digits``: ``ElasticLoader`` deals the samples, and ``Checkpointer``
-saves the position in them together with the model.
+Compare this script with ``01-digits``: ``ElasticLoader`` deals the samples, and ``ElasticLoop``
+makes the steps and saves the position in the data together with the model.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from dlrover_py.trainer import Checkpointer, session
+from dlrover_py.trainer import Checkpointer, ElasticLoop, session
 from dlrover_py.trainer.data import ElasticLoader
 
 
@@ -34,35 +34,29 @@ def main() -> None:
     loader = ElasticLoader(
         train, global_batch=args.global_batch, micro_batch=16, ledger=args.ledger, num_workers=1
     )
-    checkpointer = Checkpointer(args.ckpt)
-    state = {"model": model, "optimizer": optimizer, "data": loader}
-    if checkpointer.load(state) and dist.get_rank() == 0:
+    loop = ElasticLoop(
+        ddp,
+        optimizer,
+        loader,
+        Checkpointer(args.ckpt),
+        after_step=lambda: time.sleep(args.step_delay),
+    )
+    if loop.restored and dist.get_rank() == 0:
         print(
             f"resumed after step {loader.steps}, in epoch {loader.epoch}, "
             f"with {dist.get_world_size()} workers",
             flush=True,
         )
 
-    while loader.epoch < args.epochs and not checkpointer.should_stop:
-        for step in loader:
-            for inputs, labels in step:  # the micro-batches of this rank
-                with step.sync(ddp):  # gradients are exchanged after the last one
-                    loss = cross_entropy(ddp(inputs.to(device)), labels.to(device))
-                    step.weigh(loss).backward()  # the mean over the samples of all ranks
-            optimizer.step()
-            optimizer.zero_grad()
-            step.commit()
-            checkpointer.save(loader.steps, state)
-            session.report_step(loader.steps)
-            time.sleep(args.step_delay)
-            if checkpointer.should_stop:
-                break
-    checkpointer.save(loader.steps, state, force=True)
+    for _ in loop.epochs(args.epochs):
+        for inputs, labels in loop:  # the micro-batches of this rank
+            loss = cross_entropy(ddp(inputs.to(device)), labels.to(device))
+            loop.step(loss)  # the mean over the samples of all ranks
+
     if dist.get_rank() == 0 and loader.epoch == args.epochs:
         with torch.no_grad():
             right = model(test_inputs.to(device)).argmax(dim=1) == test_labels.to(device)
         print(f"accuracy {right.float().mean().item():.2f} after {loader.epoch} epochs", flush=True)
-    checkpointer.close()
     dist.destroy_process_group()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dlrover_py.protocol.names import JOURNAL_FILE
 from dlrover_py.protocol.status import JobStatus
+from dlrover_py.trainer.data.verify_shards import verify
 from tests.process.harness import CALM, Job, Place, eventually, job
 from tests.programs import PROGRAMS
 
@@ -50,6 +51,23 @@ def until_held(folder: Path, run: Job, round_after: int) -> tuple[int, list[int]
     return pids[1], eventually(held, "a batch in both workers")[1]
 
 
+def check_ledger(folder: Path, epochs: int, samples: int) -> None:
+    """Check that the ledger proves all epochs, and that it finds a planted loss and double."""
+    report = verify(folder)
+    assert (report.exact, report.problems) == (True, []), report
+    assert [(e.finished, e.samples) for e in report.epochs] == [(True, samples)] * epochs
+    newest = max((folder / "ledger").glob("*-00000.shards"))
+    lines = newest.read_text().splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith('["trained"'))
+    _, parts = json.loads(lines[at])
+    size = sum(stop - start for *_, start, stop in parts)
+    newest.write_text("\n".join([*lines[:at], *lines[at + 1 :]]) + "\n")
+    assert sum(epoch.missing for epoch in verify(folder).epochs) == size
+    newest.write_text("\n".join([*lines[: at + 1], *lines[at:]]) + "\n")
+    assert sum(epoch.repeated for epoch in verify(folder).epochs) == size
+    assert not verify(folder).exact
+
+
 def test_a_dead_holder_a_zombie_and_a_new_master(place: Place) -> None:
     folder = place.folder
     holds = [folder / f"hold.{rank}" for rank in (0, 1)]
@@ -82,10 +100,11 @@ def test_a_dead_holder_a_zombie_and_a_new_master(place: Place) -> None:
     (journal,) = (folder / "state").glob(f"*/{JOURNAL_FILE}")
     record = json.loads(journal.read_text())["shards"]["train"]
     assert (record["epoch"], record["quarantined"]) == (1, {})
+    check_ledger(folder, 1, SAMPLES)
 
 
 def test_model_and_ledger_go_back_together(place: Place) -> None:
-    """Two workers in step are killed in each epoch, after the newest checkpoint."""
+    """Two workers in step are killed in each epoch, after the newest checkpoint; and a master."""
     args = (str(place.folder), "90", "2")
     with job(place, script=TOGETHER, args=args, settings=CALM, replicas=2) as run:
         for number, step in enumerate((5, 21), start=1):
@@ -95,6 +114,11 @@ def test_model_and_ledger_go_back_together(place: Place) -> None:
 
             run.until(reached, f"step {step}")
             status = run.running(2, round_after=number - 1)
+            report = verify(place.folder)
+            assert report.exact, report  # while it runs
             os.kill(worker_of(status, number % 2), signal.SIGKILL)
+            if number == 1:
+                os.kill(run.snapshot().master_pid, signal.SIGKILL)
         assert run.wait() == 0, "".join(run.output)
     assert set((place.folder / "counts").read_text().split()) == {"2"}
+    check_ledger(place.folder, 2, 90)

@@ -64,6 +64,7 @@ AS_PLAIN = "as with plain PyTorch: only the optimizer has another state, which o
 
 TABLE = {
     "plain PyTorch": Integration(SCRIPT, framework=False),
+    "ElasticLoop": Integration("train_with_elastic_loop.py", reference=SCRIPT, framework=False),
     "FSDP2": Integration("train_with_fsdp2.py", same_files=("scaler.json",), framework=False),
     "ZeroRedundancyOptimizer": Integration(
         "train_with_zero_optimizer.py",

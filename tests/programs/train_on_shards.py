@@ -26,6 +26,7 @@ def main() -> None:
         level="exactly_once_accounting",
         lease_s=3.0,
     )
+    loader.keep_ledger(folder / "ledger")
     pause = Event()
     with (folder / f"seen.{node}").open("a", encoding="ascii") as file:
         while not loader.over:

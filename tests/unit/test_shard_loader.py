@@ -26,6 +26,7 @@ from dlrover_py.trainer.data import (
     ShardLoader,
     ShardUnreadableError,
     leases,
+    verify_shards,
 )
 from dlrover_py.trainer.data.shard_sources import ShardSource
 
@@ -366,6 +367,33 @@ def test_a_loader_that_is_made_anew_continues(
     assert loader is not None
     trained += epoch_of(loader, size)
     assert sorted(trained) == list(range(23))
+
+
+def test_the_ledger_of_a_loader_that_is_made_anew(
+    one_queue: QueueOfTheMaster, tmp_path: Path
+) -> None:
+    """What the second loader has trained after a state is lost when the third one loads it."""
+    one_queue.begin()
+
+    def new_loader() -> ShardLoader:
+        loader = ShardLoader("kept", MapSource(range(23), shard_size=5), epochs=1)
+        loader.keep_ledger(tmp_path)
+        return loader
+
+    loader: ShardLoader | None = new_loader()
+    assert loader is not None
+    epoch_of(loader, 2, 3)
+    state = loader.state_dict()
+    loader = None
+    loader = new_loader()
+    epoch_of(loader, 2, 3)
+    loader = None
+    loader = new_loader()
+    loader.load_state_dict(state)
+    epoch_of(loader)
+    report = verify_shards.verify(tmp_path)
+    assert report.exact, report
+    assert [(epoch.finished, epoch.repeated) for epoch in report.epochs] == [(True, 0)]
 
 
 def test_a_line_that_cannot_be_parsed_is_named(tmp_path: Path) -> None:

@@ -17,14 +17,17 @@ the answer. In a script without an agent, the queue is in the same process.
 
 import logging
 import math
+import os
 import socket
 import sys
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
+from pathlib import Path
 from typing import Any, Protocol
 
 from pydantic import ValidationError
@@ -33,6 +36,7 @@ from dlrover_py.protocol.documents import explain
 from dlrover_py.protocol.errors import ConfigError, SupersededError, UnreachableError
 from dlrover_py.protocol.runs import Run, add
 from dlrover_py.protocol.runs import size as size_of
+from dlrover_py.protocol.shard_ledger import UNKNOWN, LedgerHistory, ShardLedgerHeader
 from dlrover_py.protocol.shards import (
     MAX_SIZES,
     AnswerCode,
@@ -40,6 +44,7 @@ from dlrover_py.protocol.shards import (
     DatasetSpec,
     Ledger,
     Level,
+    Mark,
     ShardAnswer,
     ShardLease,
     ShardRequest,
@@ -49,6 +54,8 @@ from dlrover_py.protocol.shards import (
 from dlrover_py.shards.order import ShardOrder, ShardTable
 from dlrover_py.shards.queue import ShardQueue
 from dlrover_py.shards.records import QueueRecord
+from dlrover_py.trainer.data.ledger_file import folder_of
+from dlrover_py.trainer.data.shard_ledger import ShardLedgerWriter
 from dlrover_py.trainer.data.shard_sources import (
     ShardSource,
     ShardUnreadableError,
@@ -106,12 +113,21 @@ class _History:
     own: dict[int | str, list[Run]] = field(default_factory=dict)
     """What this worker has committed in this epoch since the last ledger, by position; for a
     stream, by partition."""
+    run: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Name of this process in a ledger on disk, if no job gives one."""
+    origin: Mark = ""
+    """Mark of the state with which the history has begun; empty if there was none."""
+    states: int | None = None
+    """How many states were taken in this history; None while there is no record of it on disk."""
 
     def roll_back(self, ledger: Ledger) -> None:
         """Begin a history from a loaded ledger, and forget all that belongs to the present one."""
         self.loads += 1
         self.epoch, self.ledger = ledger.epoch, ledger
         self.credits, self.own = {}, {}
+        has_credits = ledger.epoch or ledger.done or ledger.partial
+        self.origin = ledger.mark or (UNKNOWN if has_credits else "")
+        self.states = None
 
 
 _histories: dict[tuple[str, int, str], _History] = {}
@@ -233,6 +249,8 @@ class ShardLoader:
         key = path, settings.round, name
         self._history = _histories.setdefault(key, _History()) if path else _History()
         self._answer = ShardAnswer()
+        self._folder: Path | None = None
+        """The folder of the ledger on disk."""
         self.refused = 0
         """Samples, or other units of the source, that this worker has committed and that do not
         count, because its lease had ended."""
@@ -251,10 +269,35 @@ class ShardLoader:
         self._batch: dict[int, list[Run]] = {}
         """What the present batch has of each lease; empty once it is committed."""
         self._returns: list[ShardReturn] = []
+        self._writer: ShardLedgerWriter | None = None
+        """This worker's file in the ledger, once a loop has begun."""
         self._asked_at = -math.inf
         self.weight = 1.0
         """Weight of the mean loss of the present batch, so that the gradient that DDP averages is
         the mean over the records of all ranks."""
+
+    def keep_ledger(self, folder: str | os.PathLike[str]) -> None:
+        """Keep a record of the samples that this worker trains, for ``dlrover data verify``.
+
+        Call this on all workers before the first loop.
+
+        Args:
+            folder: a folder that all nodes share. It is created, or has the record of earlier runs.
+
+        Raises:
+            ConfigError: the path is an address such as ``s3://…``, the dataset is a stream, or a
+                loop has begun.
+        """
+        if self._spec.range_size is not None:
+            raise ConfigError(
+                f"dataset {self.name}: expected a dataset with epochs for keep_ledger(), found a "
+                "stream: use its watermarks"
+            )
+        if self._joined:
+            raise ConfigError(
+                f"dataset {self.name}: expected keep_ledger() before the first loop, found it after"
+            )
+        self._folder = folder_of(folder)
 
     @property
     def epoch(self) -> int:
@@ -302,6 +345,7 @@ class ShardLoader:
         if self._answer.epoch > self._history.epoch:
             self._history.epoch = self._answer.epoch
             self._history.own = {}  # the epoch before is complete
+        self._begin_record()
         while True:
             self._check_committed()
             records = self._read(size)
@@ -325,6 +369,9 @@ class ShardLoader:
             DLRoverError: as for :meth:`batches`.
         """
         finished = False
+        if self._writer is not None:
+            self._writer.trained((self._open[token].lease, runs) for token, runs in
+                                 self._batch.items())  # fmt: skip
         for token, runs in self._batch.items():
             begun = self._open[token]
             lease = begun.lease
@@ -367,14 +414,21 @@ class ShardLoader:
                 f"dataset {self.name}: the state has the credits of all {self._settings.size} "
                 "workers: call torch.distributed.init_process_group() before"
             )
-        told = [self._history.epoch, sorted(self._history.own.items())]
+        mark = self._mark()
+        told = [self._history.epoch, sorted(self._history.own.items()), mark]
         everyone = self._gather(told)
+        if any(one[2] != mark for one in everyone):
+            raise ConfigError(
+                f"dataset {self.name}: expected keep_ledger() on all workers or on none, found it "
+                "on some"
+            )
         epoch = max(one[0] for one in everyone)
         ledger = self._history.ledger
         if ledger is None or ledger.epoch < epoch:  # it may already be that of the next epoch
             ledger = Ledger(epoch=epoch)
-        committed = [item for at, items in everyone if at == ledger.epoch for item in items]
-        self._history.ledger = _merged(self._spec, ledger, committed)
+        committed = [item for at, items, _ in everyone if at == ledger.epoch for item in items]
+        merged = _merged(self._spec, ledger, committed)
+        self._history.ledger = merged.model_copy(update={"mark": mark})
         self._history.own = {}
         return {
             "dataset": self.name,
@@ -417,6 +471,50 @@ class ShardLoader:
             )
         self._history.roll_back(ledger)
         self._begin()
+
+    # --- The ledger on disk ---
+
+    def _begin_record(self) -> None:
+        """Create this worker's file of this history, if a ledger is kept and there is none yet.
+
+        Raises:
+            ConfigError: the folder cannot be written, or belongs to another loader.
+        """
+        history, settings = self._history, self._settings
+        if self._folder is None:
+            return
+        if self._writer is None:
+            here = self._place
+            header = ShardLedgerHeader(
+                dataset=self.name,
+                spec=self._spec,
+                run=here.run,
+                round=here.round,
+                load=here.load,
+                states=history.states or 0,
+                rank=settings.rank,
+                world=settings.size,
+                parent=history.origin,
+            )
+            self._writer = ShardLedgerWriter(self._folder, header)
+            history.states = history.states or 0
+        self._writer.reached(self._answer.epoch)
+
+    @property
+    def _place(self) -> LedgerHistory:
+        """The name of this history in the ledger."""
+        run = self._settings.job if self._settings.shards_socket else ""
+        return LedgerHistory(run or self._history.run, self._settings.round, self._history.loads)
+
+    def _mark(self) -> Mark:
+        """Note in the ledger that a state is taken, and return its mark; empty without a ledger."""
+        history = self._history
+        if self._folder is None or history.states is None:
+            return "" if self._folder is None else history.origin  # nothing was trained since
+        history.states += 1
+        if self._writer is not None:
+            self._writer.state(history.states)
+        return self._place.mark(history.states)
 
     # --- Reading ---
 
@@ -525,6 +623,10 @@ class ShardLoader:
             )
         self._answer, self._joined, self._history.credits = answer, True, {}
         held = {lease.token: lease for lease in answer.leases}
+        if self._writer is not None:
+            if request.credits:
+                self._writer.confirmed(answer.refused)
+            self._writer.reached(answer.epoch)
         for credit in request.credits:
             if credit.token in answer.refused:
                 self.refused += sum(stop - start for start, stop in credit.ranges)

@@ -8,17 +8,16 @@ A rank writes before the gradients of a step are exchanged. If another rank has 
 step, then this rank has its record, even if it was killed in the step.
 """
 
-import errno
 import logging
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from dlrover_py.protocol import shard_ledger
 from dlrover_py.protocol.data_ledger import (
     DIGEST_BYTES,
     END,
@@ -29,7 +28,7 @@ from dlrover_py.protocol.data_ledger import (
     parse_name,
 )
 from dlrover_py.protocol.documents import NewerFormatError
-from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.trainer.data.ledger_file import LedgerFile, folder_of
 from dlrover_py.trainer.data.order import hash_samples
 from dlrover_py.trainer.data.sampler import ElasticSampler
 
@@ -52,19 +51,10 @@ class LedgerWriter:
         Raises:
             ConfigError: the path is an address such as ``s3://…``: only folders can be appended to.
         """
-        if "://" in os.fspath(folder):
-            raise ConfigError(
-                f"data: ledger is {os.fspath(folder)!r}: expected a folder, since it grows with "
-                "each step"
-            )
-        self._folder = Path(folder)
-        self._file: int | None = None
-        """Descriptor of the file of the present segment."""
+        self._folder = folder_of(folder)
+        self._file: LedgerFile | None = None
+        """The file of the present segment."""
         self._segment = 0
-        self._waiting = bytearray()
-        """What is still to be written."""
-        self._failed = False
-        """The last write has failed, and that is in the log."""
         self.fault = ""
         """Why no segment could be reserved, in words."""
 
@@ -76,8 +66,13 @@ class LedgerWriter:
         """
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            found = (parse_name(path.name) for path in self._folder.iterdir())
-            newest = max((name for name in found if name is not None), default=(0, 0))
+            names = [path.name for path in self._folder.iterdir()]
+            if any(map(shard_ledger.parse_name, names)):
+                return self._refuse(
+                    f"the ledger in {self._folder} is that of a ShardLoader: expected a folder of "
+                    "its own for each loader"
+                )
+            newest = max(filter(None, map(parse_name, names)), default=(0, 0))
             if fault := self._foreign(newest, sampler):
                 return self._refuse(f"the ledger in {self._folder} {fault}")
             segment = newest[0] + 1
@@ -136,17 +131,14 @@ class LedgerWriter:
             sampler: its position is that of the first step.
 
         Raises:
-            ConfigError: the dataset or the batch is too large for a ledger.
             OSError: the file cannot be created and begun, or exists.
         """
         if self._file is not None:
             if self._segment == segment:
                 return
-            self._write()
-            os.close(self._file)
+            self._file.close()
             self._file = None
         self._segment = segment
-        path = self._folder / file_name(segment, sampler.rank)
         header = LedgerHeader(
             segment=segment,
             rank=sampler.rank,
@@ -161,48 +153,24 @@ class LedgerWriter:
             block=sampler.block,
             fingerprint=sampler.fingerprint,
         )
-        line = header.encode() + b"\n"
-        file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
-        # Without its beginning nobody could know which steps before it have survived.
-        try:
-            if os.write(file, line) < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError:
-            os.close(file)
-            path.unlink(missing_ok=True)
-            raise
-        self._file, self._waiting = file, bytearray()
+        path = self._folder / file_name(segment, sampler.rank)
+        self._file = LedgerFile(path, header.encode() + b"\n")
 
     def add(self, digest: int) -> None:
         """Write the digest of a step. It outlives this process then.
 
         What cannot be written costs a line in the log, and is tried again with the next step.
         """
-        self._waiting += (digest % (1 << 64)).to_bytes(DIGEST_BYTES, "little")
-        self._write()
+        self._add((digest % (1 << 64)).to_bytes(DIGEST_BYTES, "little"))
 
     def end(self) -> None:
         """Note that the loop has reached the end of the epoch, and all steps are committed."""
-        self._waiting += END
-        self._write()
+        self._add(END)
 
-    def _write(self) -> None:
-        """Hand what is waiting to the system, as far as it takes it."""
-        if self._file is None:
-            return
-        try:
-            while self._waiting:
-                del self._waiting[: os.write(self._file, self._waiting)]
-        except OSError as error:
-            if not self._failed:
-                log.warning(
-                    "data: the ledger in %s cannot be written now, and is tried again: %s",
-                    self._folder,
-                    error,
-                )
-            self._failed = True
-        else:
-            self._failed = False
+    def _add(self, content: bytes) -> None:
+        """Append to the file of the present segment, if there is one."""
+        if self._file is not None:
+            self._file.add(content)
 
 
 class DigestedBatch(NamedTuple):

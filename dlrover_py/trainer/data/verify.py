@@ -9,7 +9,7 @@ of the samples, and the steps must cover the epoch without gaps and overlaps.
 import os
 import stat
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -25,15 +25,12 @@ from dlrover_py.protocol.data_ledger import (
     parse_name,
 )
 from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.trainer.data.ledger_report import MOST_EPOCHS, NAMED, EpochReport, LedgerReport
 from dlrover_py.trainer.data.order import SampleOrder, hash_samples
 
 CHUNK = 1 << 20
 """Samples that are looked up at once."""
 _NO_DIGESTS = torch.zeros(0, dtype=torch.int64)
-MOST_EPOCHS = 100_000
-"""Largest epoch for which those without a record are listed, too."""
-NAMED = 10
-"""Number of samples that a report names for each fault."""
 
 
 @dataclass(frozen=True)
@@ -66,49 +63,6 @@ class Stretch:
         """The order of the samples in the epoch of the segment."""
         start = self.start
         return SampleOrder(start.length, start.seed, start.epoch, start.shuffle, start.block)
-
-
-@dataclass
-class EpochReport:
-    """What is known of one epoch. A sample may be in several of the lists."""
-
-    epoch: int
-    samples: int
-    """Number of samples of the dataset."""
-    finished: bool
-    """The training has gone on to the next epoch, or has ended with this one."""
-    missing: int = 0
-    """Number of samples of which the ledger has no surviving step."""
-    repeated: int = 0
-    """Number of samples of which the ledger has several surviving steps."""
-    unproven: int = 0
-    """Number of samples of steps whose record is missing or has other samples."""
-    named: dict[str, list[int]] = field(default_factory=dict)
-    """The first samples of each kind."""
-
-    @property
-    def exact(self) -> bool:
-        """Each sample was trained once, as far as the epoch has come."""
-        return not (self.missing or self.repeated or self.unproven)
-
-
-@dataclass
-class LedgerReport:
-    """The result of the check of a ledger."""
-
-    epochs: list[EpochReport]
-    steps: int
-    """Number of steps in the surviving history. The last step is not counted before the end of its
-    epoch, because it may have failed."""
-    problems: list[str]
-    """What was found beside the samples, in words."""
-    faults: list[str]
-    """Why the surviving history itself is not certain, in words. Then nothing is proven."""
-
-    @property
-    def exact(self) -> bool:
-        """Each sample of each finished epoch was trained once."""
-        return not self.faults and all(each.exact for each in self.epochs)
 
 
 Segments = dict[int, dict[int, RankFile]]
