@@ -185,6 +185,13 @@ class Alive:
 
 
 @dataclass(frozen=True, slots=True)
+class Beat:
+    """The process of a server runs, though its thread may be at work. There is no answer."""
+
+    server: str
+
+
+@dataclass(frozen=True, slots=True)
 class WatchMap:
     """A worker or a tool wants the map, now and after each change."""
 
@@ -371,7 +378,7 @@ class Unreadable:
 ToServer = Push | Pull | Replicate | BucketCopy | Compare | Held | Lacking
 ToWorker = Pushed | Pulled | RefusedRequest
 ToCoordinator = (
-    Alive | WatchMap | JoinClient | CreateTable | UseConsistency | Stepped | Drain | Meet
+    Alive | Beat | WatchMap | JoinClient | CreateTable | UseConsistency | Stepped | Drain | Meet
     | CutPart | CutFailed | Load
 )  # fmt: skip
 FromCoordinator = MapNews | JobEnded | CoordinatorRefusal | Met

@@ -23,7 +23,7 @@ from dlrover_py.protocol.errors import ConfigError, DLRoverError
 from dlrover_py.ps import messages
 from dlrover_py.ps.store import Payload
 
-VERSION = 4
+VERSION = 5
 """Version of these frames. Servers and workers of one job have the same."""
 MAX_BODY_BYTES = 32 << 20
 MAX_PAYLOAD_BYTES = 1 << 30

@@ -60,10 +60,10 @@ def changed(frames: list[bytes], at: int, replacement: bytes) -> list[bytes]:
 
 GOOD = sent(PUSH, [("t", [IDS, GRADS])])
 OTHER_JOB = JobAccess("other", "tcp://x", "token").key
-NEXT_VERSION = GOOD[0][:4] + b"\x05" + GOOD[0][5:]
+NEXT_VERSION = GOOD[0][:4] + b"\x06" + GOOD[0][5:]
 WRONG = [
     (sent(PUSH, [], OTHER_JOB), "another job"),
-    (changed(GOOD, 0, NEXT_VERSION), "expected version 4 .* found 5"),
+    (changed(GOOD, 0, NEXT_VERSION), "expected version 5 .* found 6"),
     (changed(GOOD, 0, b"HTTP" + GOOD[0][4:]), "DLRover-Py's"),
     (changed(GOOD, 2, GOOD[2][:-1] + b"\xff"), "damaged"),
     (changed(GOOD, 1, GOOD[1][:-1]), "damaged"),
