@@ -25,7 +25,7 @@ from dlrover_py.ps import messages as m
 from dlrover_py.ps.beats import Beats
 from dlrover_py.ps.codecs import decoded
 from dlrover_py.ps.load import RowMeter
-from dlrover_py.ps.replication import Replica
+from dlrover_py.ps.replication import PART_BYTES, Replica
 from dlrover_py.ps.settings import read_access
 from dlrover_py.ps.store import Payload, Store
 from dlrover_py.ps.transfer import CutReader, CutWriter, parts_of
@@ -288,11 +288,13 @@ class ParameterServer:
             new = [bucket for bucket in led if bucket not in done]
             if not new:
                 return False
-            writer = CutWriter(place, self._id, new)
+            writer = CutWriter(
+                place, self._id, new, lambda bucket: self._store.parts(bucket, PART_BYTES)
+            )
             self._writers.append(writer)
-        while writer.wants:
-            bucket = writer.left[0]
-            writer.give(bucket, replica.numbers(bucket), self._store.copy(bucket))
+        until = time.monotonic() + TICK_S
+        while writer.wants and time.monotonic() < until:
+            writer.give(replica.numbers)
         return writer.result is None
 
     def _read_cut(self, replica: Replica, now: float) -> bool:
@@ -377,6 +379,8 @@ class ParameterServer:
                 replica.on_replicate(message, payload)
             case m.BucketCopy():
                 replica.on_copy(message, payload)
+            case m.PartsTaken():
+                replica.on_parts_taken(message, now)
             case m.Compare():
                 replica.on_compare(message)
             case m.Held():

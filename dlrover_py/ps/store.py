@@ -497,13 +497,6 @@ class Store:
             found = [(name, table.record(bucket, at)) for name, table, at in group]
             yield found, number == len(groups) - 1
 
-    def copy(self, bucket: int) -> Payload:
-        """Return the records of all rows of a bucket."""
-        return [
-            (name, table.record(bucket, table.rows_in(bucket)))
-            for name, table in self.tables.items()
-        ]
-
     def drop(self, buckets: Collection[int]) -> None:
         """Remove all rows of some buckets."""
         for table in self.tables.values():
