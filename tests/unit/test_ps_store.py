@@ -14,7 +14,7 @@ from dlrover_py.ps import specs
 from dlrover_py.ps.hashing import bucket_of, first_rows, salt_of
 from dlrover_py.ps.index import IdIndex
 from dlrover_py.ps.specs import TableSpec, check_table
-from dlrover_py.ps.store import Store, Table
+from dlrover_py.ps.store import Store, Table, sorted_unique
 from tests.ps_rows import copied
 
 IDS = st.integers(-(2**63), 2**63 - 1)
@@ -75,6 +75,11 @@ def test_the_index_is_right_while_it_moves_into_a_larger_one() -> None:
         found, rows = index.items()
         assert (np.sort(found) == np.flatnonzero(here)).all()
         assert (rows == found + 1).all()
+
+
+@given(st.lists(st.integers(-3, 3)))
+def test_ids_are_sorted_and_each_is_there_once(ids: list[int]) -> None:
+    assert sorted_unique(array(ids)).tolist() == sorted(set(ids))
 
 
 def test_a_table_grows_without_a_copy_of_its_rows() -> None:
