@@ -347,6 +347,9 @@ class Coordinator:
 
     def _handle(self, route: bytes, message: Any, now: float) -> None:
         planner = self.planner
+        if isinstance(message, m.Beat):  # its connection gets no map
+            planner.beat(message.server, now)
+            return
         self._routes[route] = now
         epoch = planner.map.epoch
         match message:

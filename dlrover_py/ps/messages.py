@@ -134,19 +134,39 @@ class WaitingPush:
 
 @dataclass(frozen=True, slots=True)
 class BucketCopy:
-    """A whole bucket; payload: records of all its rows, then the gradients of waiting pushes."""
+    """A part of a bucket; payload: records of rows, then the gradients of waiting pushes.
+
+    Each change from the first part on is sent to the follower as well. So when it has taken the
+    last part, and all changes before that, it has the state of the last part's mark. It takes one
+    part after the other, and tells that by :class:`PartsTaken`.
+    """
 
     sender: str
     mark: Mark
-    clients: dict[str, tuple[int, int]]
-    """The last push of each worker: incarnation and sequence number."""
+    """The state of the primary when it made this part."""
+    copy: int
+    """Number of this copy in the life of the sender."""
+    part: int
+    """Number of the part, from 0."""
+    last: bool
+    clients: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """In the last part, the last push of each worker: incarnation and sequence number."""
     waiting: tuple[WaitingPush, ...] = ()
     """In the order of their gradients."""
 
 
 @dataclass(frozen=True, slots=True)
+class PartsTaken:
+    """What a follower has of copies that are not complete. The primary sends the next parts."""
+
+    sender: str
+    parts: tuple[tuple[int, int, int], ...]
+    """Buckets, with the term, and the number of the next part."""
+
+
+@dataclass(frozen=True, slots=True)
 class Compare:
-    """The states of a primary. Its follower answers with Held or Lacking."""
+    """The states of a primary. Its follower answers with Held, Lacking or PartsTaken."""
 
     sender: str
     marks: tuple[Mark, ...]
@@ -182,6 +202,13 @@ class Alive:
     """Buckets, with their term, whose learner has every acknowledged push."""
     loaded: tuple[tuple[int, int], ...] = ()
     """Buckets, with their term, whose rows were read from a cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """The process of a server runs, though its thread may be at work. There is no answer."""
+
+    server: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,10 +404,10 @@ class Unreadable:
     words: str
 
 
-ToServer = Push | Pull | Replicate | BucketCopy | Compare | Held | Lacking
+ToServer = Push | Pull | Replicate | BucketCopy | PartsTaken | Compare | Held | Lacking
 ToWorker = Pushed | Pulled | RefusedRequest
 ToCoordinator = (
-    Alive | WatchMap | JoinClient | CreateTable | UseConsistency | Stepped | Drain | Meet
+    Alive | Beat | WatchMap | JoinClient | CreateTable | UseConsistency | Stepped | Drain | Meet
     | CutPart | CutFailed | Load
 )  # fmt: skip
 FromCoordinator = MapNews | JobEnded | CoordinatorRefusal | Met

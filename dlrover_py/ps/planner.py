@@ -98,6 +98,16 @@ class Planner:
             self._set(servers=self.map.servers | {server: address})
             self._plan()
 
+    def beat(self, server: str, now: float) -> None:
+        """Note that the process of a server runs, whatever its thread does.
+
+        Args:
+            server: Id of this life of the server. It counts only while it is in the map.
+            now: The time in seconds.
+        """
+        if server in self.map.servers:
+            self._until[server] = max(self._until[server], now + self.rules.silence_s)
+
     def expect(self, servers: int) -> None:
         """Take another number of servers that must have come before buckets are placed."""
         self.rules = replace(self.rules, servers=max(1, servers))

@@ -11,7 +11,7 @@ and applies their sum. If it says that the step never will be over, they do not 
 """
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from dlrover_py.ps.messages import (
     Held,
     Lacking,
     Mark,
+    PartsTaken,
     Pull,
     Pulled,
     Push,
@@ -40,6 +41,8 @@ Route = bytes
 """The connection of a worker."""
 MAX_EARLY = 64
 """Requests that a server keeps until it has the map of their worker."""
+PART_BYTES = 32 << 20
+"""Bytes of a part of a copy. A server reads, sends or takes one in some 0.1 s."""
 
 
 class Data(Protocol):
@@ -88,8 +91,15 @@ class Data(Protocol):
     def select(self, payload: Rows, buckets: Collection[int]) -> Rows:
         """Return the part of a payload that is in some buckets."""
 
-    def copy(self, bucket: int) -> Rows:
-        """Return the records of a bucket."""
+    def parts(self, bucket: int, most_bytes: int) -> Iterator[tuple[Rows, bool]]:
+        """Yield the records of a bucket in parts, and whether a part is the last one.
+
+        The rows may be changed between two parts: see :class:`dlrover_py.ps.messages.BucketCopy`.
+
+        Args:
+            bucket: The bucket.
+            most_bytes: Bytes of a part, unless one row is larger.
+        """
 
     def drop(self, buckets: Collection[int]) -> None:
         """Remove the rows of some buckets."""
@@ -115,7 +125,13 @@ class _Follower:
     held: int = -1
     """The newest version that it has in the primary's history; -1 before the first answer."""
     copied: int = -1
-    """The version of the copy that is on its way; -1 without one."""
+    """The version of the part of a copy that is on its way; -1 without one."""
+    copy: int = 0
+    """Number of the copy."""
+    part: int = 0
+    """Number of its next part."""
+    parts: Iterator[tuple[Rows, bool]] | None = None
+    """Its next parts."""
     synced_at: int = -1
     """The version from which on it is required; it is in sync when it has that one."""
     due: float = 0.0
@@ -134,11 +150,29 @@ class _Waiting:
 
 
 @dataclass(slots=True)
+class _Incoming:
+    """A copy of which a follower has some parts."""
+
+    copy: tuple[str, int]
+    """The primary, and its number of the copy."""
+    state: tuple[int, int]
+    """Last term and version of the primary's rows at the last part, or change since."""
+    kept: list[Rows] | None = None
+    """The parts and changes, if the follower still needs the rows that it has. None: it has taken
+    them over at once."""
+    parts: int = 0
+    """How many parts there are."""
+
+
+@dataclass(slots=True)
 class _BucketState:
     term: int = 0
     """The greatest term that was seen."""
     last_term: int = 0
     version: int = 0
+    """-1 if there are rows of a part of a copy only: no change fits them."""
+    incoming: _Incoming | None = None
+    """The copy that is coming, if this server is a follower."""
     clients: dict[str, tuple[int, int]] = field(default_factory=dict)
     stepping: dict[str, _Waiting] = field(default_factory=dict)
     """The push of each worker that waits for the end of its step. It is part of the state."""
@@ -153,7 +187,15 @@ class _BucketState:
 class Replica:
     """The machine of one server. Each call may leave messages, which :meth:`take` returns."""
 
-    def __init__(self, server: str, data: Data, *, compare_s: float = 0.5, copies: int = 4) -> None:
+    def __init__(
+        self,
+        server: str,
+        data: Data,
+        *,
+        compare_s: float = 0.5,
+        copies: int = 4,
+        part_bytes: int = PART_BYTES,
+    ) -> None:
         """Make a server without buckets.
 
         Args:
@@ -161,6 +203,7 @@ class Replica:
             data: Its rows.
             compare_s: Seconds after which a follower that has not answered is asked again.
             copies: Buckets that are copied to followers at the same time.
+            part_bytes: Bytes of a part of a copy.
         """
         self.server = server
         self.duplicates = 0
@@ -168,7 +211,8 @@ class Replica:
         self.map: ClusterMap | None = None
         self._data = data
         self._compare_s = compare_s
-        self._copies = copies
+        self._copies, self._part_bytes = copies, part_bytes
+        self._copy_number = 0
         self._buckets: list[_BucketState] = []
         self._out: list[Envelope] = []
         self._to_copy: dict[tuple[int, str], None] = {}
@@ -266,6 +310,7 @@ class Replica:
                 continue
             before, state.term = state.term, placement.term
             if placement.primary == self.server and not placement.loading:
+                self._abandon(bucket)
                 _lead(state, placement, before, now)
             else:
                 for _, route, seq in state.waiting:
@@ -278,7 +323,7 @@ class Replica:
         for bucket in dropped:
             state = self._buckets[bucket]
             state.last_term = state.version = 0
-            state.clients, state.stepping = {}, {}
+            state.clients, state.stepping, state.incoming = {}, {}, None
         if dropped:
             self._data.drop(dropped)
         for (route, seq), buckets in refused.items():
@@ -513,13 +558,49 @@ class Replica:
             follower = state.followers.get(name)
             if follower is None or follower.copied >= 0:
                 continue
-            mark = (bucket, state.term, state.last_term, state.version)
-            waiting, more = _packed(state, bucket, self._data)
-            copy = BucketCopy(self.server, mark, dict(state.clients), waiting)
-            self._send(name, copy, [*self._data.copy(bucket), *more])
-            follower.copied, follower.streaming = state.version, True
-            follower.due = now + 4 * self._compare_s
+            self._copy_number += 1
+            follower.copy, follower.part = self._copy_number, 0
+            follower.parts = self._data.parts(bucket, self._part_bytes)
+            self._send_part(bucket, name, now)
             under_way += 1
+
+    def _send_part(self, bucket: int, name: str, now: float) -> None:
+        """Send the next part of a copy. All changes since the first part are sent, too.
+
+        Args:
+            bucket: The bucket.
+            name: The follower, of whose copy there are parts.
+            now: The time.
+        """
+        state = self._buckets[bucket]
+        follower = state.followers[name]
+        assert follower.parts is not None
+        payload, last = next(follower.parts)
+        mark = (bucket, state.term, state.last_term, state.version)
+        place = (follower.copy, follower.part)
+        if last:
+            waiting, more = _packed(state, bucket, self._data)
+            clients = dict(state.clients)
+            copy = BucketCopy(self.server, mark, *place, last, clients, waiting)
+            self._send(name, copy, [*payload, *more])
+            follower.parts = None
+        else:
+            self._send(name, BucketCopy(self.server, mark, *place, last), payload)
+        follower.part += 1
+        follower.copied, follower.streaming = state.version, True
+        follower.due = now + 4 * self._compare_s
+
+    def on_parts_taken(self, taken: PartsTaken, now: float) -> None:
+        """Send the next parts of copies; begin a copy again whose last part was lost."""
+        for bucket, term, part in taken.parts:
+            follower = self._follower(bucket, term, taken.sender)
+            if follower is None:
+                continue
+            if follower.parts is not None and part == follower.part:
+                self._send_part(bucket, taken.sender, now)
+            elif follower.copied < 0:
+                self._to_copy[bucket, taken.sender] = None
+        self._copy(now)
 
     def on_held(self, held: Held, now: float) -> None:
         """Take note of the states that a follower has."""
@@ -598,6 +679,9 @@ class Replica:
                     state.stepping.pop(message.client, None)
                 else:
                     _settle(state, message.step)
+            elif _continues(state.incoming, change):
+                self._take_change(state, change, payload, waits=bool(waits))
+                continue
             elif state.last_term != change.term or state.version < change.version:
                 lacking.append((change.bucket, change.term))
                 continue
@@ -607,34 +691,104 @@ class Replica:
         self._answer(message.sender, held, lacking)
 
     def on_copy(self, message: BucketCopy, payload: Rows) -> None:
-        """Take over a whole bucket, unless this server has something newer of the same term.
+        """Take over a part of a bucket, unless this server has something newer of the same term.
 
-        Nothing is taken over while the map with a new table has not come.
+        A part counts only after all parts and changes before it. Nothing is taken over while the
+        map with a new table has not come.
         """
         bucket, term, last_term, version = message.mark
         if not self._data.knows(payload) or not self._follows(bucket, term):
             return
         state = self._buckets[bucket]
-        if state.last_term != term or state.version < version:
-            records, state.stepping = _unpacked(message, payload)
-            self._data.drop([bucket])
+        if state.last_term == term and state.version >= version:
+            state.incoming = None
+            self._answer(message.sender, [(bucket, term, state.last_term, state.version)], [])
+            return
+        copy = (message.sender, message.copy)
+        if message.part == 0 and (state.incoming is None or state.incoming.copy != copy):
+            self._abandon(bucket)
+            kept: list[Rows] | None = []
+            if not state.version:  # no rows here: those of the parts are taken over at once
+                kept, state.last_term, state.version = None, 0, -1
+            state.incoming = _Incoming(copy, (last_term, version), kept)
+        known = state.incoming
+        if known is None or known.copy != copy or message.part > known.parts:
+            self._answer(message.sender, [], [(bucket, term)])
+            return
+        if message.part == known.parts:
+            if known.state != (last_term, version):
+                self._abandon(bucket)
+                self._answer(message.sender, [], [(bucket, term)])
+                return
+            known.parts += 1
+            records, stepping = _unpacked(message, payload)
+            self._keep(known, bucket, records)
+            if message.last:
+                self._complete(bucket, message, stepping)
+                return
+        self._send(message.sender, PartsTaken(self.server, ((bucket, term, known.parts),)))
+
+    def _keep(self, known: _Incoming, bucket: int, records: Rows) -> None:
+        """Take over records of a copy, or keep them until the copy is complete."""
+        if known.kept is None:
             self._data.install(records, [bucket])
-            state.last_term, state.version = last_term, version
-            state.clients = dict(message.clients)
+        else:
+            known.kept.append(self._data.select(records, [bucket]))
+
+    def _take_change(
+        self, state: _BucketState, change: Change, payload: Rows, *, waits: bool
+    ) -> None:
+        """Take note of a change that came between two parts of a copy."""
+        known = state.incoming
+        assert known is not None
+        known.state = (change.term, change.version)
+        if not waits:  # the last part brings what waits
+            self._keep(known, change.bucket, payload)
+
+    def _complete(self, bucket: int, message: BucketCopy, stepping: dict[str, _Waiting]) -> None:
+        """Go on from a copy of which all parts are here.
+
+        Args:
+            bucket: The bucket.
+            message: The last part.
+            stepping: The pushes that wait.
+        """
+        state = self._buckets[bucket]
+        assert state.incoming is not None
+        if state.incoming.kept is not None:
+            self._data.drop([bucket])
+            for records in state.incoming.kept:
+                self._data.install(records, [bucket])
+        _, term, state.last_term, state.version = message.mark
+        state.clients, state.stepping = dict(message.clients), stepping
+        state.incoming = None
         self._answer(message.sender, [(bucket, term, state.last_term, state.version)], [])
+
+    def _abandon(self, bucket: int) -> None:
+        """Forget the parts of a copy that is not complete, with the rows taken over from it."""
+        state = self._buckets[bucket]
+        known, state.incoming = state.incoming, None
+        if known is not None and known.kept is None:
+            self._data.drop([bucket])
+            state.last_term = state.version = 0
 
     def on_compare(self, message: Compare) -> None:
         """Say which states of a primary this server has."""
-        held, lacking = [], []
+        held, lacking, parts = [], [], []
         for bucket, term, last_term, version in message.marks:
             if not self._follows(bucket, term):
                 continue
             state = self._buckets[bucket]
             same = (state.last_term, state.version) == (last_term, version)
+            known = state.incoming
             if same or (state.last_term == term and state.version >= version):
                 held.append((bucket, term, state.last_term, state.version))
+            elif known is not None and known.copy[0] == message.sender:
+                parts.append((bucket, term, known.parts))
             else:
                 lacking.append((bucket, term))
+        if parts:
+            self._send(message.sender, PartsTaken(self.server, tuple(parts)))
         self._answer(message.sender, held, lacking)
 
     def _answer(self, to: str, held: list[Mark], lacking: list[tuple[int, int]]) -> None:
@@ -642,6 +796,11 @@ class Replica:
             self._send(to, Held(self.server, tuple(held)))
         if lacking:
             self._send(to, Lacking(self.server, tuple(lacking)))
+
+
+def _continues(known: _Incoming | None, change: Change) -> bool:
+    """Return whether a change is the next one after the parts of a copy."""
+    return known is not None and known.state == (change.from_term, change.from_version)
 
 
 def _over(buckets: list[_BucketState], steps: Steps) -> list[tuple[list[_Waiting], list[int]]]:

@@ -2,7 +2,8 @@
 
     python -m dlrover_py.ps.server ACCESS_FILE SERVER_ID
 
-One thread receives, decides and sends. SIGTERM makes it give its buckets away and end.
+One thread receives, decides and sends. Another one tells the coordinator that the process runs.
+SIGTERM makes the server give its buckets away and end.
 """
 
 import argparse
@@ -21,9 +22,10 @@ from dlrover_py import telemetry
 from dlrover_py.process.identity import signal_at_parents_end
 from dlrover_py.protocol.errors import ConfigError, ExitCode
 from dlrover_py.ps import messages as m
+from dlrover_py.ps.beats import Beats
 from dlrover_py.ps.codecs import decoded
 from dlrover_py.ps.load import RowMeter
-from dlrover_py.ps.replication import Replica
+from dlrover_py.ps.replication import PART_BYTES, Replica
 from dlrover_py.ps.settings import read_access
 from dlrover_py.ps.store import Payload, Store
 from dlrover_py.ps.transfer import CutReader, CutWriter, parts_of
@@ -55,8 +57,7 @@ AT_ONCE = 32
 TURN_S = 0.3
 """Seconds after which other sockets have their turn in any case.
 
-The coordinator must hear a server that has many large pulls to answer: otherwise it counts as lost
-after ``PlanRules.silence_s``."""
+The coordinator and the copies must not wait for a server that has many large pulls to answer."""
 QUEUED = 256
 """Messages that a server reads ahead, to find the copies among them."""
 Request = tuple[bytes, Any, Payload]
@@ -124,7 +125,7 @@ class ParameterServer:
             alone_s: Seconds without a coordinator after which a server ends that leaves a job that
                 has ended.
         """
-        self._key, self._id, self._alone_s = access.key, server, alone_s
+        self._access, self._key, self._id, self._alone_s = access, access.key, server, alone_s
         host = f"[{host}]" if ":" in host else host
         self._context = new_context(ipv6="[" in host)
         self._inbox = self._context.socket(zmq.ROUTER)
@@ -193,9 +194,15 @@ class ParameterServer:
         Returns:
             False if rows are left on this server, although it was to give them away.
         """
+        with Beats(self._context, self._access, self._id) as beats:
+            self._serve(beats)
+        return not self._left_at or not self.has_buckets
+
+    def _serve(self, beats: Beats) -> None:
         self._say_alive()
         alive_at = tick_at = 0.0
         while not self._stopped and not self._has_left():
+            beats.turned()
             until = min(alive_at, tick_at) - time.monotonic()
             if self._transfers(time.monotonic()):
                 until = min(until, BUSY_S)
@@ -220,7 +227,6 @@ class ParameterServer:
             if now >= alive_at or self._state() != self._said:
                 alive_at = now + ALIVE_S
                 self._say_alive()
-        return not self._left_at or not self.has_buckets
 
     def _dealer(self, address: str) -> Any:
         socket = self._context.socket(zmq.DEALER)
@@ -282,11 +288,13 @@ class ParameterServer:
             new = [bucket for bucket in led if bucket not in done]
             if not new:
                 return False
-            writer = CutWriter(place, self._id, new)
+            writer = CutWriter(
+                place, self._id, new, lambda bucket: self._store.parts(bucket, PART_BYTES)
+            )
             self._writers.append(writer)
-        while writer.wants:
-            bucket = writer.left[0]
-            writer.give(bucket, replica.numbers(bucket), self._store.copy(bucket))
+        until = time.monotonic() + TICK_S
+        while writer.wants and time.monotonic() < until:
+            writer.give(replica.numbers)
         return writer.result is None
 
     def _read_cut(self, replica: Replica, now: float) -> bool:
@@ -371,6 +379,8 @@ class ParameterServer:
                 replica.on_replicate(message, payload)
             case m.BucketCopy():
                 replica.on_copy(message, payload)
+            case m.PartsTaken():
+                replica.on_parts_taken(message, now)
             case m.Compare():
                 replica.on_compare(message)
             case m.Held():

@@ -6,12 +6,13 @@ pull are ``[ids]``, those of a push ``[ids, gradients]``, those of an answer ``r
 row with -1 steps was dropped.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
 
 from dlrover_py.ps.codecs import encode
+from dlrover_py.ps.columns import Column
 from dlrover_py.ps.counts import RecentCounts
 from dlrover_py.ps.hashing import Floats, Ids, bucket_of, first_rows, salt_of
 from dlrover_py.ps.index import IdIndex
@@ -28,6 +29,17 @@ MAX_EXPIRED = 1 << 14
 """Rows over their time to live that a push drops at most, or twice its own rows if that is more.
 
 After a pause, all rows of a table may be over it. Workers and copies must not wait for all."""
+
+
+def sorted_unique(ids: Ids) -> Ids:
+    """Return each id once, in ascending order.
+
+    ``np.unique`` of numpy 2.4 takes 12 to 25 times as long for ids that are different.
+    """
+    ids = np.sort(ids)
+    first = np.ones(len(ids), np.bool_)
+    first[1:] = ids[1:] != ids[:-1]
+    return ids[first]
 
 
 def by_bucket(ids: Ids, of: Ids) -> dict[int, Ids]:
@@ -56,49 +68,56 @@ class Table:
         self.spec = spec
         self.salt = salt_of(spec.name)
         self._index = IdIndex()
-        self._rows: Floats = np.zeros((0, spec.dim), np.float32)
-        self._slots: list[Floats] = [
-            np.zeros((0, width), np.float32) for width in spec.optimizer.slots(spec.dim)
-        ]
-        self._steps: Ids = np.zeros(0, np.int64)
+        self._rows = Column(np.float32, spec.dim)
+        self._slots = [Column(np.float32, width) for width in spec.optimizer.slots(spec.dim)]
+        self._steps = Column(np.int64)
+        self._ids = Column(np.int64)
+        self._of = Column(np.int32)
+        """The bucket of each row; -1 where there is no row."""
+        self._marks = Column(np.int64)
+        """Scratch: finds ids that are twice in a push."""
         self._free: Ids = np.zeros(0, np.int64)
         """Row numbers below ``_end`` that hold no row."""
-        self._marks: Ids = np.zeros(0, np.int64)
-        """Scratch: finds ids that are twice in a push."""
-        self._end = 0
+        self._end = self._capacity = 0
         self._counts = RecentCounts() if spec.keep.min_count > 1 else None
         self._limit = max(1, spec.keep.max_rows // buckets) if spec.keep.max_rows else 0
         """Rows of a bucket; 0 for any number."""
         self._sizes: Ids = np.zeros(buckets, np.int64)
         """Rows of each bucket, if there is a limit."""
-        self._used: Ids = np.zeros(0, np.int64)
+        self._used = Column(np.int64)
         """The change in which each row was last pushed, if there is a limit."""
         self._changes = 0
         self._ttl_s = spec.keep.ttl_s
-        self._pushed_at: npt.NDArray[np.float64] = np.zeros(0)
+        self._pushed_at = Column(np.float64)
         """The time at which each row was last pushed, if rows have a time to live."""
         self._look_at = -np.inf
         """When all rows are looked at next, if they have a time to live."""
         self._old: dict[int, Ids] = {}
         """Ids, by bucket, of rows that were over their time to live at the last look."""
+        self._columns = [self._rows, *self._slots, self._steps, self._ids, self._of]
+        self._columns += [self._used] * (self._limit > 0) + [self._pushed_at] * (self._ttl_s > 0)
 
     def __len__(self) -> int:
         return len(self._index)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays of rows."""
-        arrays: list[Array] = [self._rows, self._steps, self._used, self._pushed_at, *self._slots]
-        return sum(array.nbytes for array in arrays)
+        """Bytes of the rows, with all that belongs to them but the index."""
+        return self._end * sum(column.row_bytes for column in self._columns)
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of a row in a record."""
+        return 16 + self._rows.row_bytes + sum(slot.row_bytes for slot in self._slots)
 
     def read(self, ids: Ids) -> Floats:
         """Return rows, shape ``[n, dim]``. A row that no push has changed has its first values."""
         at = self._index.find(ids)
         missing = at < 0
         if not missing.any():
-            return self._rows.take(at, axis=0)
+            return self._rows.array.take(at, axis=0)
         rows = np.empty((len(ids), self.spec.dim), np.float32)
-        rows[~missing] = self._rows.take(at[~missing], axis=0)
+        rows[~missing] = self._rows.array.take(at[~missing], axis=0)
         rows[missing] = first_rows(ids[missing], self.salt, self.spec.dim, self.spec.init)
         return rows
 
@@ -112,35 +131,35 @@ class Table:
         """
         if self._counts is not None:
             fresh = self._index.find(ids) < 0
-            unique = np.unique(ids[fresh])
+            unique = sorted_unique(ids[fresh])
             few = unique[self._counts.add(unique) < self.spec.keep.min_count]
             if len(few):
                 chosen = ~fresh | ~np.isin(ids, few)
                 ids, grads = ids[chosen], grads[chosen]
         at = self._row_numbers(ids)
         order = np.arange(len(ids), dtype=np.int64)
-        self._marks[at] = order
-        if (self._marks[at] != order).any():
+        self._marks.array[at] = order
+        if (self._marks.array[at] != order).any():
             at, first, places = np.unique(at, return_index=True, return_inverse=True)
             summed = np.zeros((len(at), grads.shape[1]), np.float32)
             np.add.at(summed, places, grads)
             ids, grads = ids[first], summed
         rows = np.empty((len(ids), self.spec.dim), np.float32)
-        slots = [np.empty((len(ids), slot.shape[1]), np.float32) for slot in self._slots]
-        steps = self._steps[at] + 1
-        self._steps[at] = steps
+        slots = [np.empty((len(ids), *slot.array.shape[1:]), np.float32) for slot in self._slots]
+        steps = self._steps.array[at] + 1
+        self._steps.array[at] = steps
         for start in range(0, len(ids), _CHUNK):
             part = slice(start, start + _CHUNK)
             here = at[part]
-            values = self._rows.take(here, axis=0, out=rows[part], mode="clip")
+            values = self._rows.array.take(here, axis=0, out=rows[part], mode="clip")
             kept = [
-                mine.take(here, axis=0, out=copy[part], mode="clip")
+                mine.array.take(here, axis=0, out=copy[part], mode="clip")
                 for mine, copy in zip(self._slots, slots, strict=True)
             ]
             update(self.spec.optimizer, values, kept, steps[part], grads[part])
-            self._rows[here] = values
+            self._rows.array[here] = values
             for mine, copy in zip(self._slots, kept, strict=True):
-                mine[here] = copy
+                mine.array[here] = copy
         record: list[Array] = [ids, rows, steps, *slots]
         if self._ttl_s:
             record = self._expired(at, record, now)
@@ -163,28 +182,36 @@ class Table:
         at = self._row_numbers(ids, fill=False)
         if self._limit:
             self._changes += 1
-            self._used[at] = self._changes
+            self._used.array[at] = self._changes
         if self._ttl_s:
-            self._pushed_at[at] = now
-        self._rows[at] = record[1]
-        self._steps[at] = record[2]
+            self._pushed_at.array[at] = now
+        self._rows.array[at] = record[1]
+        self._steps.array[at] = record[2]
         for mine, copy in zip(self._slots, record[3:], strict=True):
-            mine[at] = copy
+            mine.array[at] = copy
 
-    def bucket(self, bucket: int, buckets: int) -> list[Array]:
-        """Return the record of all rows of a bucket."""
-        ids, at = self._index.items()
-        chosen = bucket_of(ids, self.salt, buckets) == bucket
-        at = at[chosen]
-        slots = [slot.take(at, axis=0) for slot in self._slots]
-        return [ids[chosen], self._rows.take(at, axis=0), self._steps[at], *slots]
+    def rows_in(self, bucket: int) -> Ids:
+        """Return the row numbers of all rows of a bucket."""
+        return np.flatnonzero(self._of.array[: self._end] == bucket)
 
-    def drop(self, dropped: Collection[int], buckets: int) -> None:
+    def record(self, bucket: int, at: Ids) -> list[Array]:
+        """Return the record of some rows.
+
+        Args:
+            bucket: Their bucket.
+            at: Their row numbers. If there is no row of the bucket any more, it is left out.
+        """
+        at = at[self._of.array[at] == bucket]
+        columns = [self._ids, self._rows, self._steps, *self._slots]
+        return [column.array.take(at, axis=0) for column in columns]
+
+    def drop(self, dropped: Collection[int]) -> None:
         """Remove all rows of some buckets."""
-        ids, at = self._index.items()
-        chosen = np.isin(bucket_of(ids, self.salt, buckets), list(dropped))
-        if chosen.any():
-            self._remove(ids[chosen], at[chosen])
+        chosen = np.zeros(len(self._sizes) + 1, np.bool_)  # the last one is for -1, no bucket
+        chosen[list(dropped)] = True
+        at = np.flatnonzero(chosen[self._of.array[: self._end]])
+        if len(at):
+            self._remove(self._ids.array[at], at)
 
     def _remove(self, ids: Ids, at: Ids) -> None:
         """Remove rows, which exist.
@@ -196,7 +223,8 @@ class Table:
         self._index.remove(ids)
         self._free = np.concatenate([self._free, at])
         if self._limit:
-            self._sizes -= self._per_bucket(ids)
+            self._sizes -= np.bincount(self._of.array[at], minlength=len(self._sizes))
+        self._of.array[at] = -1
 
     def _per_bucket(self, ids: Ids) -> Ids:
         count = len(self._sizes)
@@ -214,20 +242,39 @@ class Table:
             record: The record of the push.
         """
         self._changes += 1
-        self._used[pushed] = self._changes
+        self._used.array[pushed] = self._changes
         limit, changed = self._limit, self._per_bucket(record[0].view(np.int64)) > 0
         if not (changed & (self._sizes > limit)).any():
             return record
         full = changed & (self._sizes > limit - limit // 16)
-        ids, at = self._index.items()
-        of = bucket_of(ids, self.salt, len(self._sizes))
-        may = full[of] & (self._used[at] < self._changes)
-        ids, at, of = ids[may], at[may], of[may]
-        order = np.lexsort((ids, self._used[at], of))
-        ids, at, of = ids[order], at[order], of[order]
-        first = np.searchsorted(of, of)
-        old = np.arange(len(of)) - first < self._sizes[of] - (limit - limit // 8)
-        return self._with_dropped(record, ids[old], at[old])
+        at = np.flatnonzero(np.append(full, False)[self._of.array[: self._end]])
+        of = self._of.array[at].astype(np.uint16)  # numpy sorts 16 bits in linear time
+        order = np.argsort(of, kind="stable")
+        buckets, first = np.unique(of[order], return_index=True)
+        gone = [
+            self._oldest(part, int(self._sizes[bucket]) - (limit - limit // 8))
+            for bucket, part in zip(buckets.tolist(), np.split(at[order], first[1:]), strict=True)
+        ]
+        old = np.concatenate(gone)
+        return self._with_dropped(record, self._ids.array[old], old)
+
+    def _oldest(self, at: Ids, count: int) -> Ids:
+        """Return the rows that were not pushed for the longest time, and not in this change.
+
+        Of rows that were pushed in the same change, those with smaller ids count as older.
+
+        Args:
+            at: Row numbers.
+            count: How many of them, at least 1.
+        """
+        used = self._used.array[at]
+        at, used = at[used < self._changes], used[used < self._changes]
+        if len(at) <= count:
+            return at
+        last = np.partition(used, count - 1)[count - 1]
+        older, same = at[used < last], at[used == last]
+        order = np.argsort(self._ids.array[same])
+        return np.concatenate([older, same[order[: count - len(older)]]])
 
     def _expired(self, pushed: Ids, record: list[Array], now: float) -> list[Array]:
         """Drop rows that were not pushed for their time to live; return the record with these.
@@ -241,12 +288,12 @@ class Table:
             record: The record of the push.
             now: The time in seconds.
         """
-        self._pushed_at[pushed] = now
+        self._pushed_at.array[pushed] = now
         if now >= self._look_at:
             self._look_at = now + self._ttl_s / 8
-            ids, at = self._index.items()
-            ids = ids[self._pushed_at[at] < now - self._ttl_s]
-            self._old = by_bucket(ids, bucket_of(ids, self.salt, len(self._sizes)))
+            at = np.flatnonzero(self._of.array[: self._end] >= 0)
+            at = at[self._pushed_at.array[at] < now - self._ttl_s]
+            self._old = by_bucket(self._ids.array[at], self._of.array[at])
         if not self._old:
             return record
         taken = [np.zeros(0, np.int64)]
@@ -260,7 +307,7 @@ class Table:
         ids = np.concatenate(taken)
         at = self._index.find(ids)
         # Some were dropped or pushed since the last look.
-        gone = (at >= 0) & (self._pushed_at[at] < now - self._ttl_s)
+        gone = (at >= 0) & (self._pushed_at.array[at] < now - self._ttl_s)
         return self._with_dropped(record, ids[gone], at[gone])
 
     def _with_dropped(self, record: list[Array], ids: Ids, at: Ids) -> list[Array]:
@@ -288,7 +335,7 @@ class Table:
         at = self._index.find(ids)
         missing = at < 0
         if missing.any():
-            self._make(np.unique(ids[missing]), fill=fill)
+            self._make(sorted_unique(ids[missing]), fill=fill)
             at[missing] = self._index.find(ids[missing])
         return at
 
@@ -300,38 +347,25 @@ class Table:
         self._reserve(self._end)
         at = np.concatenate([reused, fresh])
         self._index.insert(ids, at)
+        self._ids.array[at] = ids
+        self._of.array[at] = bucket_of(ids, self.salt, len(self._sizes))
         if self._limit:
             self._sizes += self._per_bucket(ids)
         if fill:
             rows = first_rows(ids, self.salt, self.spec.dim, self.spec.init)
-            self._rows[at] = rows
-            self._steps[at] = 0
+            self._rows.array[at] = rows
+            self._steps.array[at] = 0
             for mine, first in zip(
                 self._slots, first_slots(self.spec.optimizer, rows), strict=True
             ):
-                mine[at] = first
+                mine.array[at] = first
 
     def _reserve(self, rows: int) -> None:
         """Make room for a number of rows."""
-        if rows <= len(self._rows):
-            return
-        capacity = max(1024, 1 << (rows - 1).bit_length())
-
-        def grown(old: Floats) -> Floats:
-            new = np.empty((capacity, old.shape[1]), np.float32)
-            new[: len(old)] = old
-            return new
-
-        self._rows = grown(self._rows)
-        self._slots = [grown(slot) for slot in self._slots]
-        self._steps = np.concatenate([self._steps, np.zeros(capacity - len(self._steps), np.int64)])
-        self._marks = np.empty(capacity, np.int64)
-        if self._limit:
-            old, self._used = self._used, np.zeros(capacity, np.int64)
-            self._used[: len(old)] = old
-        if self._ttl_s:
-            before, self._pushed_at = self._pushed_at, np.zeros(capacity)
-            self._pushed_at[: len(before)] = before
+        if rows > self._capacity:
+            self._capacity = max(1024, 1 << (rows - 1).bit_length())
+            for column in (*self._columns, self._marks):
+                column.reserve(self._capacity)
 
 
 class Store:
@@ -447,14 +481,37 @@ class Store:
         for name, arrays in self.select(payload, buckets):
             self.tables[name].install(arrays, self.now)
 
-    def copy(self, bucket: int) -> Payload:
-        """Return the records of all rows of a bucket."""
-        return [(name, table.bucket(bucket, self.buckets)) for name, table in self.tables.items()]
+    def parts(self, bucket: int, most_bytes: int) -> Iterator[tuple[Payload, bool]]:
+        """Yield the records of all rows of a bucket in parts, and whether a part is the last one.
+
+        Rows may be changed between two parts. Then a part has some rows as they were when it was
+        made. With the records of all changes since the first part, in their order, it is the whole
+        bucket: a record has whole rows.
+
+        Args:
+            bucket: The bucket.
+            most_bytes: Bytes of a part, unless one row is larger.
+        """
+        groups: list[list[tuple[str, Table, Ids]]] = [[]]
+        room = most_bytes
+        for name, table in self.tables.items():
+            at, start = table.rows_in(bucket), 0
+            while start == 0 or start < len(at):
+                if room < table.record_bytes and groups[-1]:
+                    groups.append([])
+                    room = most_bytes
+                stop = start + max(1, room // table.record_bytes)
+                groups[-1].append((name, table, at[start:stop]))
+                room -= len(at[start:stop]) * table.record_bytes
+                start = stop
+        for number, group in enumerate(groups):
+            found = [(name, table.record(bucket, at)) for name, table, at in group]
+            yield found, number == len(groups) - 1
 
     def drop(self, buckets: Collection[int]) -> None:
         """Remove all rows of some buckets."""
         for table in self.tables.values():
-            table.drop(buckets, self.buckets)
+            table.drop(buckets)
 
     def select(self, payload: Payload, buckets: Collection[int]) -> Payload:
         """Return the part of a payload that is in some buckets."""

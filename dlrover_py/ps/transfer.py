@@ -1,25 +1,27 @@
 """The thread of a server that writes buckets into a cut, or reads them from one.
 
-The server's own thread copies rows and takes rows over, a bucket at a time. So it goes on answering
-while the store is slow.
+The server's own thread copies rows, a part of a bucket at a time, and takes rows over, a bucket at
+a time. So it goes on answering while the store is slow.
 """
 
 import contextlib
 import queue
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+
+import numpy as np
 
 from dlrover_py.protocol.errors import DLRoverError
 from dlrover_py.ps.cluster_map import CutPlace
 from dlrover_py.ps.cuts import CutFile, SavedCut
 from dlrover_py.ps.messages import CutFailed, CutPart, SavedBucket
-from dlrover_py.ps.store import Payload
+from dlrover_py.ps.store import Array, Payload
 
-Bucket = tuple[int, dict[str, tuple[int, int]], Payload]
-"""A bucket, the last push of each worker, and the records of all rows."""
+Part = tuple[int, dict[str, tuple[int, int]], Payload, bool]
+"""A bucket, the last push of each worker, records of rows, and whether these are the last ones."""
 AHEAD = 2
-"""Buckets that are in memory a second time."""
+"""Parts, or buckets that were read, which wait for a thread."""
 WAIT_S = 0.2
 PART_ENTRIES = 1 << 16
 """Arrays and workers of the buckets in one message, unless one bucket has more."""
@@ -46,40 +48,55 @@ def parts_of(written: CutPart) -> Iterator[CutPart]:
 class CutWriter:
     """Writes buckets that a server leads into one file of a cut."""
 
-    def __init__(self, place: CutPlace, server: str, buckets: Iterable[int]) -> None:
+    def __init__(
+        self,
+        place: CutPlace,
+        server: str,
+        buckets: Iterable[int],
+        parts: Callable[[int], Iterator[tuple[Payload, bool]]],
+    ) -> None:
         """Start the thread.
 
         Args:
             place: The cut.
             server: Id of the server.
             buckets: The buckets to write.
+            parts: Yields parts of a bucket's records, and whether a part is the last one. No row
+                changes while the cut is made.
         """
         self.place = place
         self.buckets = tuple(buckets)
         self.left = list(self.buckets)
-        """Buckets that were not given to the thread yet."""
+        """Buckets that were not given to the thread, or in part."""
         self.result: CutPart | CutFailed | None = None
         """What was written, or why not; None until the thread has ended."""
         self._server = server
-        self._given: queue.Queue[Bucket] = queue.Queue(AHEAD)
+        self._read = parts
+        self._parts: Iterator[tuple[Payload, bool]] | None = None
+        """The next parts of the first bucket that is left."""
+        self._given: queue.Queue[Part] = queue.Queue(AHEAD)
         self._over = threading.Event()
         threading.Thread(target=self._run, name="ps-cut-writer", daemon=True).start()
 
     @property
     def wants(self) -> bool:
-        """Whether it can take the next bucket of :attr:`left`."""
+        """Whether it can take the next part."""
         return bool(self.left) and self.result is None and not self._given.full()
 
-    def give(self, bucket: int, clients: dict[str, tuple[int, int]], payload: Payload) -> None:
-        """Pass on a bucket, which must be in :attr:`left`, while :attr:`wants`.
+    def give(self, clients: Callable[[int], dict[str, tuple[int, int]]]) -> None:
+        """Copy the next part of the first bucket that is left for the thread, while :attr:`wants`.
 
         Args:
-            bucket: The bucket.
-            clients: The last push of each worker.
-            payload: The records of all its rows.
+            clients: Returns the last push of each worker that a bucket has.
         """
-        self.left.remove(bucket)
-        self._given.put((bucket, clients, payload))
+        bucket = self.left[0]
+        if self._parts is None:
+            self._parts = self._read(bucket)
+        payload, last = next(self._parts)
+        self._given.put((bucket, clients(bucket), payload, last))
+        if last:
+            self.left.pop(0)
+            self._parts = None
 
     def stop(self) -> None:
         """Let the thread end, as the cut is over or given up."""
@@ -87,14 +104,17 @@ class CutWriter:
 
     def _run(self) -> None:
         written, wanted = 0, len(self.buckets)
+        parts: list[Payload] = []
         try:
             file = CutFile(self.place, self._server)
             try:
                 while written < wanted and not self._over.is_set():
                     with contextlib.suppress(queue.Empty):
-                        found = self._given.get(timeout=WAIT_S)
-                        file.add(*found)
-                        written += 1
+                        bucket, clients, payload, last = self._given.get(timeout=WAIT_S)
+                        parts.append(payload)
+                        if last:
+                            file.add(bucket, clients, _joined(parts))
+                            written, parts = written + 1, []
                 if written == wanted:
                     file.finish()
                     saved = tuple(file.buckets)
@@ -103,6 +123,20 @@ class CutWriter:
                 file.abandon()
         except (OSError, DLRoverError) as error:
             self.result = CutFailed(self._server, self.place.folder, str(error))
+
+
+def _joined(parts: list[Payload]) -> Payload:
+    """Return the records of a bucket as one for each table."""
+    if len(parts) == 1:
+        return parts[0]
+    tables: dict[str, list[list[Array]]] = {}
+    for payload in parts:
+        for name, arrays in payload:
+            tables.setdefault(name, []).append(arrays)
+    return [
+        (name, [np.concatenate(column) for column in zip(*records, strict=True)])
+        for name, records in tables.items()
+    ]
 
 
 class CutReader:

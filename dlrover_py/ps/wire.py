@@ -27,7 +27,7 @@ VERSION = 5
 """Version of these frames. Servers and workers of one job have the same."""
 MAX_BODY_BYTES = 32 << 20
 MAX_PAYLOAD_BYTES = 1 << 30
-"""Bytes of the arrays of a message: a bucket that is copied must fit."""
+"""Bytes of the arrays of a message."""
 MAX_ARRAYS = 1 << 18
 """Arrays of a message. The copy of a bucket has two for each table and worker whose push waits."""
 LARGE_BYTES = 32768

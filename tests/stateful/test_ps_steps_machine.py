@@ -45,14 +45,17 @@ class StepMachine(base.PsCutMachine):
     workers = ()
 
     @initialize(
-        servers=st.integers(2, 4), replicas=st.sampled_from([2, 2, 1]), world=st.integers(1, 3)
+        servers=st.integers(2, 4),
+        replicas=st.sampled_from([2, 2, 1]),
+        world=st.integers(1, 3),
+        part_bytes=base.PART_BYTES,
     )
-    def begin(self, servers: int, replicas: int, world: int) -> None:
+    def begin(self, servers: int, replicas: int, world: int, part_bytes: int) -> None:
         self.world = world
         self.group = self.steps.StepGroup(0.0)
         self.pushed: dict[StepId, dict[str, tuple[int, ...]]] = {}
         """The ids that each worker pushes in a step."""
-        super().begin(servers, replicas, AckMode.BACKUP)
+        super().begin(servers, replicas, AckMode.BACKUP, part_bytes)
         self.plan.use(SYNC)
         for name in NAMES[:world]:
             self.a_worker_starts(name)

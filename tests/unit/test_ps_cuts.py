@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -47,7 +48,7 @@ from dlrover_py.ps.planner import Planner, PlanRules
 from dlrover_py.ps.replication import Replica
 from dlrover_py.ps.specs import Consistency, TableSpec
 from dlrover_py.ps.store import Store
-from dlrover_py.ps.transfer import parts_of
+from dlrover_py.ps.transfer import CutWriter, parts_of
 from dlrover_py.ps.wire import decode, encode, send
 from tests.ps_threads import client, servers
 
@@ -701,6 +702,33 @@ def test_a_script_that_renames_a_table_is_refused_by_the_same_coordinator(
                 assert worker.restore(20, 1) == 20, "the cut has both"
             with pytest.raises(CheckpointError, match=r"new=\['renamed'\]"):
                 worker.restore(10, 1)
+
+
+def test_a_bucket_that_comes_in_parts_is_saved_whole(tmp_path: Path) -> None:
+    store = Store(2)
+    store.add([ADAM, SUM, EMPTY])
+    grads = np.ones((len(IDS), 4), np.float32)
+    store.apply([("user", [IDS, grads]), ("count", [IDS, grads[:, :2]])], range(2))
+    with closing(CutDirectory(str(tmp_path))) as directory:
+        place = directory.begin(1)
+        writer = CutWriter(place, "s0", [0, 1], lambda bucket: store.parts(bucket, 500))
+        given, deadline = 0, time.monotonic() + 60
+        while writer.result is None and time.monotonic() < deadline:
+            if writer.wants:
+                writer.give(lambda bucket: {"w": (1, bucket)})
+                given += 1
+        assert isinstance(writer.result, CutPart)
+        assert given > 20
+        known = ClusterMap("j", 1, tables=(ADAM, SUM, EMPTY), placements=(Placement(1, "s0"),) * 2)
+        directory.commit(place, known, [writer.result], 1)
+    cut = SavedCut.open(str(tmp_path))
+    assert cut is not None
+    assert cut.document.pushes == ({"w": (1, 0)}, {"w": (1, 1)})
+    for bucket in range(2):
+        (expected,) = (part for part, _ in store.parts(bucket, 1 << 20))
+        for (name, arrays), (other, found) in zip(expected, cut.read(bucket), strict=True):
+            assert name == other
+            assert all((a == b).all() for a, b in zip(arrays, found, strict=True))
 
 
 def replica(known: ClusterMap) -> Replica:

@@ -15,6 +15,7 @@ from dlrover_py.ps.counts import RecentCounts
 from dlrover_py.ps.hashing import Ids, bucket_of, salt_of
 from dlrover_py.ps.specs import Keep, TableSpec, check_table
 from dlrover_py.ps.store import MAX_EXPIRED, Store, Table
+from tests.ps_rows import copied, rows_of
 from tests.ps_threads import client, servers
 
 DIM = 4
@@ -42,7 +43,7 @@ def test_a_million_new_ids_need_no_more_memory_than_allowed() -> None:
         table.apply(np.arange(start, start + 10_000), ones(10_000))
         sizes.append(len(table))
     assert max(sizes) <= 30_000
-    assert table.nbytes <= 32_768 * (4 * DIM * 2 + 8 + 8)
+    assert table.nbytes <= 30_000 * (4 * DIM * 2 + 8 + 8 + 4 + 8)
     assert (table.read(np.arange(100)) == before).all(), "an id that was dropped has other values"
     newest = np.arange(999_000, 1_000_000)
     assert (table.read(newest) != Table(spec(Keep())).read(newest)).all()
@@ -53,7 +54,7 @@ def test_rows_that_are_pushed_stay() -> None:
     hot = np.arange(100)
     for start in range(1000, 21_000, 100):
         table.apply(np.concatenate([hot, np.arange(start, start + 100)]), ones(200))
-    (ids, _, steps, _) = table.bucket(0, 1)
+    (ids, _, steps, _) = rows_of(table)
     assert len(ids) <= 1200
     assert (steps[np.isin(ids, hot)] == 200).all()
     assert np.isin(hot, ids).all()
@@ -76,8 +77,8 @@ def test_a_backup_has_the_rows_of_its_primary(
         buckets = set(bucket_of(ids, salt_of("t"), 4).tolist())
         backup.install(primary.apply([("t", [ids, ones(len(ids))])], buckets), buckets)
     for bucket in range(4):
-        learner.install(primary.copy(bucket), [bucket])
-        rows = [one.copy(bucket)[0][1] for one in (primary, backup, learner)]
+        learner.install(copied(primary, bucket), [bucket])
+        rows = [copied(one, bucket)[0][1] for one in (primary, backup, learner)]
         for array, other, copy in zip(*rows, strict=True):
             first, second, third = (np.argsort(one[0]) for one in rows)
             assert (array[first] == other[second]).all()
@@ -136,7 +137,9 @@ def test_rows_that_nobody_pushes_are_dropped_in_time() -> None:
     assert (table.read(np.arange(3))[1:] == first[1:]).all(), "they begin with the same values"
     table.apply(np.array([1]), ones(1), 1091.0)
     assert len(table) == 2
-    assert table.nbytes == 1024 * (4 * DIM * 2 + 8 + 8), "the time of each row takes memory, too"
+    assert table.nbytes == 3 * (4 * DIM * 2 + 8 + 8 + 4 + 8), (
+        "the time of each row takes memory, too"
+    )
 
 
 def test_old_rows_of_a_bucket_that_nobody_pushes_stay_until_then() -> None:
@@ -177,7 +180,7 @@ def test_old_rows_that_are_pushed_or_dropped_before_their_turn_stay_as_they_are(
     table.install([removed[:1], ones(1), np.full(1, 7), ones(1)], 101.0)
     for _ in range(3):
         table.apply(ids[:1], ones(1), 101.0)
-    found = table.bucket(0, 1)
+    found = rows_of(table)
     assert sorted(found[0].tolist()) == sorted([0, *used, removed[0]])
     assert not np.isin(last, found[0]).any()
 
@@ -207,7 +210,7 @@ def test_a_copy_counts_as_pushed_when_it_was_made() -> None:
     old.apply([("t", [ids, ones(50)])], range(2))
     new.now = 1005.0
     for bucket in range(2):
-        new.install(old.copy(bucket), [bucket])
+        new.install(copied(old, bucket), [bucket])
     for now, count in ((1014.0, 50), (1016.0, 1)):
         new.now = now
         new.apply([("t", [ids[:1], ones(1)])], range(2))

@@ -33,9 +33,9 @@ def cluster(term: int, primary: str, *backups: str, learner: str = "", **more: A
 class Server:
     """A replica with its rows; messages are delivered by hand."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, part_bytes: int = 1 << 20) -> None:
         self.store = Store(1)
-        self.replica = Replica(name, self.store)
+        self.replica = Replica(name, self.store, part_bytes=part_bytes)
 
     def see(self, new: ClusterMap) -> list[Any]:
         self.replica.on_map(new, 0.0)
@@ -55,6 +55,8 @@ class Server:
                     self.replica.on_replicate(one.message, one.payload)
                 case m.BucketCopy():
                     self.replica.on_copy(one.message, one.payload)
+                case m.PartsTaken():
+                    self.replica.on_parts_taken(one.message, 0.0)
                 case m.Compare():
                     self.replica.on_compare(one.message)
                 case m.Held():
@@ -77,9 +79,9 @@ def copy_of(server: Server, to: str, term: int) -> list[Any]:
     return server.replica.take()
 
 
-def pair(*, push: int = 0) -> tuple[Server, Server]:
+def pair(*, push: int = 0, part_bytes: int = 1 << 20) -> tuple[Server, Server]:
     """Return primary a and backup b in term 1, which both have some pushes."""
-    a, b = Server("a"), Server("b")
+    a, b = Server("a", part_bytes), Server("b")
     b.see(cluster(1, "a", "b"))
     b_held = b.get(*a.see(cluster(1, "a", "b")))
     a.get(*b_held)
@@ -170,6 +172,93 @@ def test_a_copy_replaces_rows_that_its_primary_does_not_have() -> None:
     a.get(*copy_of(b, "a", 2))
     assert a.value(7) == 0
     assert len(a.store.tables["t"]) == 1
+
+
+def primary_of_three_rows() -> Server:
+    """Return primary a, which sends each row in a part of its own."""
+    a, b = pair(part_bytes=1)
+    for seq in (1, 2, 3):
+        a.get(*b.get(*a.push(seq, [seq])))
+    return a
+
+
+def test_a_bucket_is_copied_in_parts_while_its_rows_change() -> None:
+    a, c = primary_of_three_rows(), Server("c")
+    for one in (a, c):
+        one.see(cluster(2, "a", learner="c"))
+    first = copy_of(a, "c", 2)
+    taken = c.get(*first)
+    assert kinds(taken) == ["PartsTaken"]
+    change = a.push(4, [1, 3, 4])  # a row before this part, one behind it, and a new one
+    assert c.get(*change[:1]) == []
+    second = a.get(*taken)
+    third = a.get(*c.get(*second))
+    assert [one[0].message.last for one in (first, second, third)] == [False, False, True]
+    held = c.get(*third)
+    assert kinds(held) == ["Held"]
+    assert [c.value(one) for one in (1, 2, 3, 4)] == [2, 1, 2, 1]
+    assert c.replica.numbers(0) == a.replica.numbers(0)
+    a.get(*held)
+    assert a.replica.synced() == [(0, 2, "c")]
+    assert kinds(c.get(*a.push(5, [1])[:1])) == ["Held"]
+
+
+def test_a_copy_whose_parts_or_changes_are_lost_begins_again() -> None:
+    for lost in ("a change", "a part", "an answer"):
+        a, c = primary_of_three_rows(), Server("c")
+        for one in (a, c):
+            one.see(cluster(2, "a", learner="c"))
+        taken = c.get(*copy_of(a, "c", 2))
+        if lost == "a change":
+            a.push(4, [1])
+            assert kinds(c.get(*a.get(*taken))) == ["Lacking"]
+        elif lost == "a part":
+            a.get(*taken)
+        for passed in range(1, 5):
+            a.replica.tick(100.0 * passed)
+            news = a.replica.take()
+            while news:
+                news = a.get(*c.get(*news))
+        assert a.replica.synced() == [(0, 2, "c")], lost
+        assert c.value(1) == a.value(1)
+
+
+def test_a_part_counts_only_after_all_parts_of_its_copy() -> None:
+    a, c = primary_of_three_rows(), Server("c")
+    for one in (a, c):
+        one.see(cluster(2, "a", learner="c"))
+    taken = c.get(*copy_of(a, "c", 2))
+    a.get(*taken)  # the second part is lost
+    (third,) = a.get(replace(taken[0], message=m.PartsTaken("c", ((0, 2, 2),))))
+    assert (third.message.part, third.message.last) == (2, True)
+    assert kinds(c.get(third)) == ["Lacking"]
+    a.replica.tick(100.0)
+    a.replica.take()
+    a.get(*c.get(*copy_of(a, "c", 2)))
+    assert kinds(c.get(third)) == ["Lacking"], "it is of an earlier copy"
+    assert c.replica.numbers(0) == {}
+
+
+def test_half_a_copy_is_no_state_to_lead_with() -> None:
+    a, b = primary_of_three_rows(), Server("b")
+    b.see(cluster(1, "a", "b"))
+    assert kinds(b.get(*copy_of(a, "b", 1))) == ["PartsTaken"]
+    assert len(b.store.tables["t"]) == 1
+    b.see(cluster(2, "b"))
+    assert len(b.store.tables["t"]) == 0
+    assert kinds(b.push(1, [1])) == ["Pushed"]
+    assert b.value(1) == 1
+
+
+def test_a_backup_keeps_what_it_has_until_a_copy_is_complete() -> None:
+    a, b = pair(push=1, part_bytes=1)
+    for seq in (2, 3):
+        a.push(seq, [seq])  # b does not get these
+    assert kinds(b.get(*copy_of(a, "b", 1))) == ["PartsTaken"]
+    b.see(cluster(2, "b"))
+    assert [b.value(one) for one in (1, 2, 3)] == [1, 0, 0]
+    assert kinds(b.push(2, [2])) == ["Pushed"]
+    assert [b.value(one) for one in (1, 2, 3)] == [1, 1, 0]
 
 
 def test_answers_to_an_earlier_primary_do_not_count() -> None:

@@ -14,7 +14,8 @@ from dlrover_py.ps import specs
 from dlrover_py.ps.hashing import bucket_of, first_rows, salt_of
 from dlrover_py.ps.index import IdIndex
 from dlrover_py.ps.specs import TableSpec, check_table
-from dlrover_py.ps.store import Store, Table
+from dlrover_py.ps.store import Store, Table, sorted_unique
+from tests.ps_rows import copied
 
 IDS = st.integers(-(2**63), 2**63 - 1)
 
@@ -53,6 +54,61 @@ def test_the_index_grows() -> None:
         index.insert(part, part // 8)
     assert (index.find(ids) == ids // 8).all()
     assert (index.find(ids + 1) == -1).all()
+
+
+def test_the_index_is_right_while_it_moves_into_a_larger_one() -> None:
+    index = IdIndex()
+    ids = np.random.default_rng(1).permutation(20_000).astype(np.int64)
+    here = np.zeros(20_000, np.bool_)
+    for number, part in enumerate(np.array_split(ids, 400)):
+        index.insert(part, part + 1)
+        here[part] = True
+        if number % 3 == 2:  # some of these were moved, some are in the old places only
+            gone = ids[: 50 * number : 7]
+            gone = gone[here[gone]]
+            index.remove(gone)
+            here[gone] = False
+            index.insert(gone[::2], gone[::2] + 1)
+            here[gone[::2]] = True
+        assert (index.find(ids) == np.where(here[ids], ids + 1, -1)).all()
+        assert len(index) == here.sum()
+        found, rows = index.items()
+        assert (np.sort(found) == np.flatnonzero(here)).all()
+        assert (rows == found + 1).all()
+
+
+@given(st.lists(st.integers(-3, 3)))
+def test_ids_are_sorted_and_each_is_there_once(ids: list[int]) -> None:
+    assert sorted_unique(array(ids)).tolist() == sorted(set(ids))
+
+
+def test_a_table_grows_without_a_copy_of_its_rows() -> None:
+    table, ids = Table(TableSpec("t", 4, specs.adagrad(0.1)), 4), np.arange(5000)
+    grads = np.ones((len(ids), 4), np.float32)
+    table.apply(ids, grads)
+    before = table.read(ids)
+    for start in range(5000, 50_000, 5000):
+        table.apply(np.arange(start, start + 5000), grads)
+    assert (table.read(ids) == before).all()
+    assert sum(len(table.rows_in(bucket)) for bucket in range(4)) == len(table) == 50_000
+
+
+def test_a_bucket_is_read_in_parts() -> None:
+    store, ids = Store(2), np.arange(300)
+    store.add([TableSpec("a", 1, specs.sgd(1.0)), TableSpec("b", 2, specs.adagrad(0.1))])
+    store.add([TableSpec("empty", 1)])
+    grads = np.ones((300, 2), np.float32)
+    store.apply([("a", [ids, grads[:, :1]]), ("b", [ids, grads])], range(2))
+    parts = list(store.parts(0, 1000))
+    assert [last for _, last in parts] == [False] * (len(parts) - 1) + [True]
+    sizes = [sum(array.nbytes for _, arrays in part for array in arrays) for part, _ in parts]
+    assert max(sizes) <= 1000
+    assert len(parts) > 4
+    (whole,) = (part for part, _ in store.parts(0, 1 << 20))
+    for name, arrays in whole:
+        found = [of for part, _ in parts for table, of in part if table == name]
+        for array, column in zip(arrays, zip(*found, strict=True), strict=True):
+            assert (np.concatenate(column) == array).all()
 
 
 def test_first_rows_depend_on_id_and_table_only() -> None:
@@ -151,7 +207,7 @@ def test_a_copied_bucket_goes_on_as_its_original(bucket: int, seed: int) -> None
         ("b", [ids, random.normal(size=(64, 2)).astype(np.float32)]),
     ]
     ours.apply(push, range(8))
-    theirs.install(ours.copy(bucket), [bucket])
+    theirs.install(copied(ours, bucket), [bucket])
     ours.drop([one for one in range(8) if one != bucket])
     for _ in range(2):
         records = [store.apply(push, [bucket]) for store in (ours, theirs)]
@@ -171,7 +227,7 @@ def test_rows_are_used_again_after_a_drop() -> None:
         store.apply([("t", [ids, np.ones((1000, 2), np.float32)])], range(2))
         assert (store.tables["t"].read(ids) == -1).all()
         store.drop([0, 1])
-    assert store.tables["t"].nbytes == 1024 * (2 * 4 + 8)
+    assert store.tables["t"].nbytes == 1000 * (2 * 4 + 8 + 8 + 4)
 
 
 @pytest.mark.parametrize(
