@@ -146,6 +146,9 @@ class IdleClock:
 class SnapshotTaker:
     """Takes the snapshots that assignments ask for, one at a time, in a task of its own."""
 
+    last_look_s = LAST_LOOK_S
+    """Seconds that all probes have to answer a last look."""
+
     def __init__(
         self,
         path: Path,
@@ -209,7 +212,7 @@ class SnapshotTaker:
     def look_before(self, stop: Callable[[], None]) -> None:
         """Ask all workers what they do, then call a function that stops them.
 
-        It is called after ``LAST_LOOK_S`` at the latest, or with :meth:`stop_now`. Workers that
+        It is called after ``last_look_s`` at the latest, or with :meth:`stop_now`. Workers that
         have ended are not waited for.
 
         Args:
@@ -224,8 +227,8 @@ class SnapshotTaker:
         self._looking = asyncio.create_task(self._look_before_stop(ranks, self._answers))
 
     async def _look_before_stop(self, ranks: Sequence[int], answers: dict[int, Any]) -> None:
-        """Ask these workers; each has ``LAST_LOOK_S``."""
-        found = await asyncio.gather(*(self._ask(rank, LAST_LOOK_S) for rank in ranks))
+        """Ask these workers at the same time."""
+        found = await asyncio.gather(*(self._ask(rank, self.last_look_s) for rank in ranks))
         answers.update(zip(ranks, found, strict=True))
         self.stop_now()
 

@@ -819,7 +819,8 @@ async def test_a_sleep_of_the_machine_is_seen_and_counted(tmp_path: Path) -> Non
     slept_s = 1000.0
     clock = Clock(slept=lambda: slept_s)
     platform = StaticPlatform(ElasticJob.parse(document(["true"], name="alone")))
-    loop = Loop(platform, FileJournalStore(tmp_path / "journal"), Rules(), clock=clock)
+    rules = Rules(can_create=False)
+    loop = Loop(platform, FileJournalStore(tmp_path / "journal"), rules, clock=clock)
     async with working(loop):
         async with asyncio.timeout(60):
             while not loop.ready:

@@ -110,14 +110,16 @@ WORK: dict[str, Callable[[int, int, Draw], object]] = {
 
 def main() -> None:
     name, seconds = sys.argv[1], float(sys.argv[2])
-    work = WORK.get(name, lambda step, rank, draw: time.sleep(SHAPES[name](step, rank, draw)))
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     draw = random.Random(rank)
     began, step, ends = time.monotonic(), 0, torch.zeros(1)
     while not ends:
         step += 1
-        work(step, rank, draw)
+        if name in WORK:
+            WORK[name](step, rank, draw)
+        else:
+            time.sleep(SHAPES[name](step, rank, draw))
         ends.fill_(float(rank == 0 and time.monotonic() - began >= seconds))
         dist.all_reduce(ends)
         session.report_step(step, loss=(3 + draw.gauss(0, 0.05)) / math.log(step + 9))

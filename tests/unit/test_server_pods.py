@@ -120,14 +120,15 @@ def test_the_master_may_write_the_map_and_only_if_there_are_servers() -> None:
         (found,) = (rule for rule in rules if rule["resources"] == ["secrets"])
         return list(found["resourceNames"])
 
-    assert secrets_of(job()) == ["elasticjob-x-journal", "elasticjob-x-servers"]
+    own = ["elasticjob-x-journal", "elasticjob-x-evidence"]
+    assert secrets_of(job()) == [*own, "elasticjob-x-servers"]
     made = manifests.servers_secret(job())
     assert made["metadata"]["name"] == "elasticjob-x-servers"
     assert made["metadata"]["ownerReferences"][0]["uid"] == "u1"
     plain = job_file(2)
     plain["metadata"] |= {"namespace": "ns", "uid": "u1"}
     without = ElasticJob.read(plain)
-    assert secrets_of(without) == ["elasticjob-x-journal"]
+    assert secrets_of(without) == own
     objects = [
         manifests.deployment(without, "10.0.0.1", OPTIONS),
         manifests.service(without),

@@ -19,11 +19,12 @@ from dlrover_py.master.evidence import MAX_BUNDLES, BundleFolder, EvidenceStore
 from dlrover_py.process import probe
 from dlrover_py.process.identity import ProcessId
 from dlrover_py.protocol import names
-from dlrover_py.protocol.agents import Assignment, Directive
-from dlrover_py.protocol.diagnosis import NodeSnapshot
+from dlrover_py.protocol.agents import Assignment, Directive, FailureKind, WorkerFailure
+from dlrover_py.protocol.diagnosis import LAST_LOOK_NODES, MAX_LINES, NodeSnapshot
 from dlrover_py.protocol.errors import TransientError
 from dlrover_py.protocol.names import NodeId
 from dlrover_py.protocol.status import EvidenceManifest
+from tests.builders import crash
 
 OWN = ProcessId.of(os.getpid())
 
@@ -61,6 +62,11 @@ def order(number: int) -> Assignment:
 class Looked:
     process: ProcessId | None
     not_started: bool = False
+    last_lines: str = ""
+
+    @property
+    def pid(self) -> int:
+        return 0 if self.not_started else OWN.pid
 
 
 def test_the_names_of_the_probe_are_those_of_the_protocol() -> None:
@@ -93,6 +99,74 @@ async def test_a_worker_that_hangs_is_described_by_its_probe(path: Path) -> None
     assert (ended.rank, ended.pid, ended.state, ended.ended) == (5, 0, "", True)
     assert (starting.rank, starting.starting, starting.ended) == (6, True, False)
     await taker.close()
+
+
+def failed(rank: int) -> WorkerFailure:
+    return crash(FailureKind.EXCEPTION).model_copy(update={"rank": rank, "local_rank": rank - 4})
+
+
+async def test_before_a_fault_ends_a_round_its_workers_are_looked_at(path: Path) -> None:
+    """One of them answers, one does not, and one has ended with an exception."""
+    master = Master()
+    lines = "\n".join(f"line {n}" for n in range(MAX_LINES + 5))
+    workers = [Looked(OWN, last_lines=lines), Looked(OWN), Looked(None, last_lines="KeyError: 1")]
+    taker = SnapshotTaker(path, "boot-0001", master, lambda: workers)
+    taker.probes.new_round(3)
+    reader, writer = await asyncio.open_unix_connection(str(path))
+    writer.write(b"3 0\n")
+    while (asking := asyncio.create_task(taker.probes.ask(0, 30))) in (
+        await asyncio.wait({asking}, timeout=0.01)
+    )[0]:
+        pass  # the worker is not known yet
+    assert await reader.readline() == b"?\n"
+    writer.write(b"{}\n")
+    assert await asking == b"{}\n"
+    stopped = asyncio.Event()
+    taker.last_look_s = 30.0
+    taker.look_before(stopped.set)
+    assert not stopped.is_set()
+    assert await reader.readline() == b"?\n"
+    writer.write(b'{"stack": [{"function": "update"}], "recorded": true}\n')
+    await asyncio.wait_for(stopped.wait(), 30)
+    taker.round_over(order(0), [failed(6)])
+    await asyncio.wait_for(master.arrived.wait(), 30)
+    (look,) = master.taken
+    assert (look.number, look.round) == (0, 3)
+    alive, silent, ended = look.workers
+    assert (alive.rank, alive.pid, alive.stack[0].function) == (4, OWN.pid, "update")
+    assert alive.output[-1] == f"line {MAX_LINES + 4}"
+    assert len(alive.output) == MAX_LINES
+    assert silent.remarks == ["its probe does not answer"]
+    assert ended.pid == 0
+    assert ended.failure == failed(6)
+    assert ended.output == ["KeyError: 1"]
+    writer.close()
+    await taker.close()
+
+
+async def test_a_last_look_never_keeps_a_stop_and_is_sent_by_few_nodes(path: Path) -> None:
+    master = Master()
+    workers = [Looked(OWN)]
+    taker = SnapshotTaker(path, "boot-0001", master, lambda: workers)
+    taker.probes.new_round(3)
+    stops: list[int] = []
+    taker.look_before(lambda: stops.append(1))
+    taker.look_before(lambda: stops.append(2))
+    assert stops == [1], "the next stop does not wait for the look of the one before"
+    taker.stop_now()
+    taker.stop_now()
+    assert stops == [1, 2]
+    far = order(0).model_copy(update={"node_rank": LAST_LOOK_NODES})
+    taker.round_over(far, [])
+    workers.clear()
+    taker.look_before(lambda: stops.append(3))
+    assert stops == [1, 2, 3], "nobody is left who could answer"
+    taker.round_over(far, [failed(4)])
+    taker.round_over(far, [failed(4)])
+    await asyncio.wait_for(master.arrived.wait(), 30)
+    await taker.close()
+    assert len(master.taken) == 1
+    assert stops == [1, 2, 3]
 
 
 async def _connected(server: ProbeServer) -> bool:
