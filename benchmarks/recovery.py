@@ -52,8 +52,9 @@ from torch.nn.parallel import DistributedDataParallel
 out, rank = sys.argv[1], os.environ["RANK"]
 began = time.monotonic()
 dist.init_process_group("gloo")
+width = int(os.environ.get("WIDTH", 256))
 model = DistributedDataParallel(
-    torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
+    torch.nn.Sequential(torch.nn.Linear(64, width), torch.nn.ReLU(), torch.nn.Linear(width, 64))
 )
 optimizer = torch.optim.AdamW(model.parameters())
 size, pid, parent = dist.get_world_size(), os.getpid(), os.getppid()
@@ -175,12 +176,13 @@ def started(
     job: str = "",
     *,
     again: Path | None = None,
+    script: str = SCRIPT,
 ) -> Iterator[Running]:
     """Run a job in its own folder, which is removed afterwards; or in ``again``, which stays."""
     folder = again or Path(tempfile.mkdtemp(prefix="b-", dir="/tmp"))
     shutil.rmtree(folder / "out", ignore_errors=True)
     (folder / "out").mkdir()
-    (folder / "train.py").write_text(SCRIPT)
+    (folder / "train.py").write_text(script)
     (folder / "job.yaml").write_text(job)
     extra = {
         "DLROVER_RUNTIME_DIR": str(folder / "run"),
