@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -52,8 +52,9 @@ from torch.nn.parallel import DistributedDataParallel
 out, rank = sys.argv[1], os.environ["RANK"]
 began = time.monotonic()
 dist.init_process_group("gloo")
+width = int(os.environ.get("WIDTH", 256))
 model = DistributedDataParallel(
-    torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
+    torch.nn.Sequential(torch.nn.Linear(64, width), torch.nn.ReLU(), torch.nn.Linear(width, 64))
 )
 optimizer = torch.optim.AdamW(model.parameters())
 size, pid, parent = dist.get_world_size(), os.getpid(), os.getppid()
@@ -68,6 +69,8 @@ with open(f"{out}/{rank}", "a", buffering=1) as file:
         if step == dies_at and turn % size == int(rank):
             os.kill(pid, signal.SIGKILL)
 """
+EXAMPLE = (Path(__file__).parents[1] / "examples/02-gpt/train.py").read_text()
+COMPILE = ("DistributedDataParallel(model)", "DistributedDataParallel(torch.compile(model))")
 T = TypeVar("T")
 _pause = threading.Event()
 
@@ -175,12 +178,13 @@ def started(
     job: str = "",
     *,
     again: Path | None = None,
+    script: str = SCRIPT,
 ) -> Iterator[Running]:
     """Run a job in its own folder, which is removed afterwards; or in ``again``, which stays."""
     folder = again or Path(tempfile.mkdtemp(prefix="b-", dir="/tmp"))
     shutil.rmtree(folder / "out", ignore_errors=True)
     (folder / "out").mkdir()
-    (folder / "train.py").write_text(SCRIPT)
+    (folder / "train.py").write_text(script)
     (folder / "job.yaml").write_text(job)
     extra = {
         "DLROVER_RUNTIME_DIR": str(folder / "run"),
@@ -259,26 +263,36 @@ def warm(running: Running, nodes: int = 1) -> None:
     until(look, "zygotes", 180)
 
 
-def kill_workers(launcher: str, kills: int, never_s: float) -> tuple[list[float], int]:
-    """Kill workers repeatedly.
+def kill_workers(
+    launcher: str,
+    kills: int,
+    never_s: float,
+    *,
+    script: str = SCRIPT,
+    argv: Sequence[str] = ("out",),
+    env: Mapping[str, str] | None = None,
+    pause_s: float = 0.5,
+) -> tuple[list[float], int]:
+    """Kill workers repeatedly, this long after the first step of the last rank.
 
     Returns:
         The seconds of each recovery, and how often the job did not recover.
     """
-    argv, env = LAUNCHERS[launcher]
+    command, its_env = LAUNCHERS[launcher]
+    command, its_env = [*command, "train.py", *argv], {**its_env, **(env or {})}
     samples: list[float] = []
     lost = 0
     while len(samples) + lost < kills:
         with (
             contextlib.suppress(LostError),
-            started(launcher, [*argv, "train.py", "out"], env) as job,
+            started(launcher, command, its_env, script=script) as job,
         ):
-            before = job.steady(2, 120)
+            before = job.steady(2, 240)
             if launcher == "elastic-run":
                 warm(job)
             while len(samples) + lost < kills:
                 rank = (len(samples) + lost) % 2
-                _pause.wait(0.5)
+                _pause.wait(pause_s)
                 victim = before[rank].pid
                 try:
                     samples.append(
@@ -474,6 +488,27 @@ def second_start_rows(times: int, numbers: Sequence[int]) -> list[Row]:
     return rows
 
 
+def compiled_rows(kills: int, never_s: float) -> list[Row]:
+    """Kill workers of the example 02-gpt, as it is and compiled. All share one inductor cache."""
+    script = EXAMPLE.replace(
+        "        step += 1\n",
+        "        step += 1\n"
+        "        with open(f'out/{rank}', 'a') as file:\n"
+        "            me = os.getpid(), os.getppid()\n"
+        "            print(time.monotonic(), step, world, *me, 0, file=file)\n",
+    )
+    target = "≤ 0.1 of torchrun's, ≤ 1.5 of that which is not compiled"
+    compiled = Row("`kill -9` of one of 2 workers of 02-gpt, compiled", target)
+    eager = Row("the same, not compiled", "")
+    with tempfile.TemporaryDirectory(prefix="b-", dir="/tmp") as cache:
+        kill = partial(kill_workers, never_s=never_s, argv=["--steps=1000000"], pause_s=3)
+        for name, count in (("elastic-run", kills), ("torchrun, cured", max(2, kills // 4))):
+            for row, text in ((compiled, script.replace(*COMPILE)), (eager, script)):
+                env = {"TORCHINDUCTOR_CACHE_DIR": cache}
+                row.add(f"{name}, idle", *kill(name, count, script=text, env=env))
+    return [compiled, eager]
+
+
 def counted(workers: int) -> str:
     return "1 worker" if workers == 1 else f"{workers} workers"
 
@@ -564,8 +599,10 @@ def main() -> None:
     parser.add_argument("--early", type=int, default=40, help="deaths after three steps")
     parser.add_argument("--starts", type=int, default=5)
     parser.add_argument("--seconds", type=int, default=5, help="second starts of a script")
+    parser.add_argument("--compiled", type=int, default=8, help="kills of a compiled 02-gpt")
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 4], help="the same: of each")
     parser.add_argument("--steps", type=int, default=3, help="blocks of step times")
+    parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--never", type=float, default=60.0)
     parser.add_argument("--json", type=Path)
     parser.add_argument(
@@ -590,7 +627,9 @@ def main() -> None:
         rows += start_rows(args.starts)
     if args.seconds:
         rows += second_start_rows(args.seconds, args.workers)
-    held = memory()
+    if args.compiled:
+        rows += compiled_rows(args.compiled, args.never)
+    held = memory() if args.memory else {}
     steps = step_times(args.steps, 15.0) if args.steps else {}
     words = [
         f"`python benchmarks/recovery.py {' '.join(sys.argv[1:])}`  ",

@@ -32,6 +32,12 @@ first() { # what the tests of a stream need
     touch "$said/failed" "$said/interrupted"
     echo "FAILED $*"
 }
+oldest_torch() { # some tests with the oldest torch, in an environment of its own
+    [ -e "$said/interrupted" ] && return
+    MATRIX_PYTHON=$1 nice -n 10 bash scripts/matrix.sh reduced && return
+    touch "$said/failed"
+    echo "FAILED scripts/matrix.sh reduced"
+}
 take_files() { # runs files of the queue until none is left, or until the file $1 is there
     local file
     for file in "${queue[@]}"; do
@@ -46,6 +52,7 @@ take_files() { # runs files of the queue until none is left, or until the file $
     pytest=(nice -n 10 "${pytest[@]}")
     first nice -n 10 make --no-print-directory VENV="$1" check
     run tests/unit tests/stateful
+    oldest_torch "$1/bin/python"
     # Some of the next need what is built for the cluster.
     take_files "$said/prepared"
     for _ in {1..3600}; do # the stream for the cluster may have been killed
