@@ -312,7 +312,13 @@ def live_part(text: str, key: str = "live") -> tuple[Markup, str]:
 
 
 def changed_part(request: Request, text: str, key: str = "live") -> Response:
-    """Return a part of a page, or nothing if the page has the same."""
+    """Return a part of a page, or nothing if the page has the same.
+
+    Args:
+        request: The request, which says what the page has.
+        text: The part.
+        key: Its name, other than that of each other part of the page.
+    """
     live, digest = live_part(text, key)
     same = request.query_params.get("seen") == digest
     return Response(status_code=204) if same else HTMLResponse(live)
