@@ -245,7 +245,7 @@ def test_a_list_and_a_node_that_stay_open_show_what_is_new(page: Page) -> None:
 
 def test_no_page_is_wider_than_a_narrow_screen(page: Page) -> None:
     """The whole page of a job had to be moved sideways, and a message had a word in each line."""
-    told = hostile("word " * 40)
+    told = hostile("word " * 12)
     assert told.status is not None
     nodes = [told.status.nodes[0].model_copy(update={"id": f"n{i}"}) for i in range(3)]
     status = told.status.model_copy(update={"nodes": nodes})
