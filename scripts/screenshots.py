@@ -168,9 +168,11 @@ def of_operator(page: Page, running: JobStatus, folder: Path) -> None:
     nodes = [n.model_copy(update={"host": f"gpu-{i + 1}"}) for i, n in enumerate(running.nodes)]
     fault = HostFault(host="gpu-4", at=running.started_at, kind=HostFaultKind.HARDWARE)
     running = running.model_copy(update={"nodes": nodes, "host_faults": [fault]})
-    nothing: dict[str, Any] = {"nodes": [], "progress": None, "goodput": None}
-    empty = running.model_copy(update=nothing | {"phase": JobPhase.PENDING})
-    failed = running.model_copy(update={"nodes": [], "phase": JobPhase.FAILED})
+    none: dict[str, Any] = {"nodes": [], "ready": 0, "host_faults": []}
+    empty = running.model_copy(
+        update=none | {"progress": None, "goodput": None, "desired": 8, "phase": JobPhase.PENDING}
+    )
+    failed = running.model_copy(update=none | {"phase": JobPhase.FAILED})
     words = "queue nightly has no room: 8 nodes are asked for, and 5 are free"
     condition = {"type": "Admitted", "status": "False", "reason": "Waiting", "message": words}
     over = "node n1 has failed 4 times, and may fail 3 times"

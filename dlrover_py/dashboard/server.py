@@ -315,9 +315,9 @@ def changed_part(request: Request, text: str, key: str = "live") -> Response:
     """Return a part of a page, or nothing if the page has the same.
 
     Args:
-        request: the request, with the digest of the part that the page has.
-        text: the newest part.
-        key: name of the part among those of its page.
+        request: The request, which says what the page has.
+        text: The part.
+        key: Its name, other than that of each other part of the page.
     """
     live, digest = live_part(text, key)
     same = request.query_params.get("seen") == digest

@@ -241,3 +241,21 @@ def test_a_list_and_a_node_that_stay_open_show_what_is_new(page: Page) -> None:
         expect(node.locator("#log")).to_contain_text("a line that came later")
         for one in (node, table):
             one.goto("about:blank")
+
+
+def test_no_page_is_wider_than_a_narrow_screen(page: Page) -> None:
+    """The whole page of a job had to be moved sideways, and a message had a word in each line."""
+    told = hostile("word " * 12)
+    assert told.status is not None
+    nodes = [told.status.nodes[0].model_copy(update={"id": f"n{i}"}) for i in range(3)]
+    status = told.status.model_copy(update={"nodes": nodes})
+    page.set_viewport_size({"width": 390, "height": 800})
+    with served(OneJob(replace(told, status=status))) as link:
+        page.goto(link)
+        base = link.partition("/enter")[0]
+        for path in ("", "jobs/demo/", "jobs/demo/nodes/n0/"):
+            page.goto(f"{base}/{path}")
+            expect(page.locator("h1")).to_be_visible()
+            wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+            assert wide <= 0, (path, wide)
+        page.goto("about:blank")
