@@ -385,7 +385,7 @@ class Agent:
                 effects = self._core.handle(event, now)
                 if isinstance(event, WorkersGone):
                     self._record_round_end()
-                    self._end_last_look()
+                    self._snapshots.round_over([one.failure for one in self._workers.deaths])
                     if self._saver.in_use:
                         # The memory does not change any more, and other nodes may wait for this.
                         self._master.urge()
@@ -405,18 +405,12 @@ class Agent:
         succeeded = self._core.phase is WorkerPhase.SUCCEEDED
         self._elastic_events.ended(failures, succeeded=succeeded)
 
-    def _end_last_look(self) -> None:
-        """Send what was seen of the workers before a fault has ended their round, if it was."""
-        if self._workers.assignment is not None:
-            failures = [death.failure for death in self._workers.deaths]
-            self._snapshots.round_over(self._workers.assignment, failures)
-
     def _perform(self, effect: Effect) -> None:
         """Carry out an effect of the core; starts and stops of workers are only begun here.
 
         A graceful stop asks the scripts that call ``should_stop()`` to end. They get the signal
         only shortly before the end of the grace period. A last step is granted only if the scripts
-        of all workers can save it. Before any other stop, workers are looked at for a moment.
+        of all workers can save it. A last look at the workers comes before a stop after a fault.
 
         A report waits up to ``REPORT_DELAY_S`` for a start that is under way. The first exit
         decides how the agent ends; later ones are only logged.
@@ -441,11 +435,8 @@ class Agent:
                 if not self._workers.starting:  # else no round has ended
                     self._restarts.broken(asyncio.get_running_loop().time())
                 stop = partial(self._workers.stop, grace_s, number, delayed=pollers)
-                if polite or number != signal.SIGTERM or self._workers.starting:
-                    self._snapshots.stop_now()
-                    stop()
-                else:  # a fault ends the round
-                    self._snapshots.look_before(stop)
+                fault = not (polite or number != signal.SIGTERM or self._workers.starting)
+                self._snapshots.stop_workers(stop, look=fault)
             case Kill():
                 self._snapshots.stop_now()
                 self._workers.kill()
@@ -482,7 +473,7 @@ class Agent:
         )
         self._sdk.new_round(assignment.round)
         self._shards.new_round(assignment.round)
-        self._snapshots.probes.new_round(assignment.round)
+        self._snapshots.new_round(assignment)
         if assignment.directive is Directive.RUN:
             self._ports.open_probe(
                 assignment,

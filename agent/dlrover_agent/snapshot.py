@@ -173,6 +173,8 @@ class SnapshotTaker:
         """For how long the workers are idle."""
         self._boot_id, self._master = boot_id, master
         self._workers = workers
+        self._round: Assignment | None = None
+        """The node's place in the newest round or check; None before the first one."""
         self._taken = 0
         self._task: asyncio.Task[None] | None = None
         self._answers: dict[int, dict[str, Any]] | None = None
@@ -183,6 +185,11 @@ class SnapshotTaker:
         """The task of the last look; the transfer of what it has seen."""
         self._sending: asyncio.Task[None] | None = None
         self._thread = BackgroundThread("snapshot")
+
+    def new_round(self, assignment: Assignment) -> None:
+        """Note the node's place in the round or check whose workers start now."""
+        self._round = assignment
+        self.probes.new_round(assignment.round)
 
     def assigned(self, assignment: Assignment) -> None:
         """Begin the snapshot that an assignment asks for, unless it was taken already."""
@@ -209,16 +216,20 @@ class SnapshotTaker:
 
     # --- The last look at a round that a fault ends ---
 
-    def look_before(self, stop: Callable[[], None]) -> None:
-        """Ask all workers what they do, then call a function that stops them.
+    def stop_workers(self, stop: Callable[[], None], *, look: bool) -> None:
+        """Call a function that stops the workers, after a last look at them if it is wanted.
 
-        It is called after ``last_look_s`` at the latest, or with :meth:`stop_now`. Workers that
-        have ended are not waited for.
+        With a look, it is called after ``last_look_s`` at the latest, or with :meth:`stop_now`.
+        Workers that have ended are not waited for.
 
         Args:
             stop: The function.
+            look: Whether to ask all workers first what they do.
         """
         self.stop_now()
+        if not look:
+            stop()
+            return
         self._answers, self._stop = {}, stop
         ranks = [rank for rank, w in enumerate(self._workers()) if w.process is not None]
         if not ranks:
@@ -238,18 +249,19 @@ class SnapshotTaker:
         if stop is not None:
             stop()
 
-    def round_over(self, assignment: Assignment, failures: Sequence[WorkerFailure]) -> None:
+    def round_over(self, failures: Sequence[WorkerFailure]) -> None:
         """Begin to send the last look at a round; do nothing if there was none.
 
         The first nodes of the round send it, and those on which a worker has failed.
 
         Args:
-            assignment: The node's place in the round.
-            failures: Failures of its workers.
+            failures: Failures of this node's workers.
         """
         answers, self._answers, self._stop = self._answers, None, None
-        far = assignment.node_rank >= LAST_LOOK_NODES and not failures
-        if answers is None or assignment.directive is not Directive.RUN or far:
+        assignment = self._round
+        if answers is None or assignment is None or assignment.directive is not Directive.RUN:
+            return
+        if assignment.node_rank >= LAST_LOOK_NODES and not failures:
             return
         failed = {failure.local_rank: failure for failure in failures}
         workers = []

@@ -111,7 +111,7 @@ async def test_before_a_fault_ends_a_round_its_workers_are_looked_at(path: Path)
     lines = "\n".join(f"line {n}" for n in range(MAX_LINES + 5))
     workers = [Looked(OWN, last_lines=lines), Looked(OWN), Looked(None, last_lines="KeyError: 1")]
     taker = SnapshotTaker(path, "boot-0001", master, lambda: workers)
-    taker.probes.new_round(3)
+    taker.new_round(order(0))
     reader, writer = await asyncio.open_unix_connection(str(path))
     writer.write(b"3 0\n")
     while (asking := asyncio.create_task(taker.probes.ask(0, 30))) in (
@@ -123,12 +123,12 @@ async def test_before_a_fault_ends_a_round_its_workers_are_looked_at(path: Path)
     assert await asking == b"{}\n"
     stopped = asyncio.Event()
     taker.last_look_s = 30.0
-    taker.look_before(stopped.set)
+    taker.stop_workers(stopped.set, look=True)
     assert not stopped.is_set()
     assert await reader.readline() == b"?\n"
     writer.write(b'{"stack": [{"function": "update"}], "recorded": true}\n')
     await asyncio.wait_for(stopped.wait(), 30)
-    taker.round_over(order(0), [failed(6)])
+    taker.round_over([failed(6)])
     await asyncio.wait_for(master.arrived.wait(), 30)
     (look,) = master.taken
     assert (look.number, look.round) == (0, 3)
@@ -148,21 +148,20 @@ async def test_a_last_look_never_keeps_a_stop_and_is_sent_by_few_nodes(path: Pat
     master = Master()
     workers = [Looked(OWN)]
     taker = SnapshotTaker(path, "boot-0001", master, lambda: workers)
-    taker.probes.new_round(3)
+    taker.new_round(order(0).model_copy(update={"node_rank": LAST_LOOK_NODES}))
     stops: list[int] = []
-    taker.look_before(lambda: stops.append(1))
-    taker.look_before(lambda: stops.append(2))
+    taker.stop_workers(lambda: stops.append(1), look=True)
+    taker.stop_workers(lambda: stops.append(2), look=True)
     assert stops == [1], "the next stop does not wait for the look of the one before"
     taker.stop_now()
     taker.stop_now()
     assert stops == [1, 2]
-    far = order(0).model_copy(update={"node_rank": LAST_LOOK_NODES})
-    taker.round_over(far, [])
+    taker.round_over([])
     workers.clear()
-    taker.look_before(lambda: stops.append(3))
+    taker.stop_workers(lambda: stops.append(3), look=True)
     assert stops == [1, 2, 3], "nobody is left who could answer"
-    taker.round_over(far, [failed(4)])
-    taker.round_over(far, [failed(4)])
+    taker.round_over([failed(4)])
+    taker.round_over([failed(4)])
     await asyncio.wait_for(master.arrived.wait(), 30)
     await taker.close()
     assert len(master.taken) == 1

@@ -165,11 +165,6 @@ class WorkerSupervisor:
         return self._workers
 
     @property
-    def assignment(self) -> Assignment | None:
-        """The node's place in the newest round or check; None before the first one."""
-        return self._assignment
-
-    @property
     def unreaped(self) -> set[int]:
         """Process ids of the workers that the supervisor still has to reap."""
         return {w.pid for w in self._workers if w.session is not None}
