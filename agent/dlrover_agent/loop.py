@@ -179,8 +179,7 @@ class Agent:
             returns=settings.returns,
             addr=settings.advertised_addr,
         )
-        level = logging.getLevelName(log.getEffectiveLevel())
-        environ = {**command.environ, ENV_LEVEL: level}
+        environ = {**command.environ, ENV_LEVEL: logging.getLevelName(log.getEffectiveLevel())}
         saver = Saver(node, environ, master=self._master, children=self._children)
         if saver.server is not None:
             self._scratch.add(saver.server)
@@ -193,9 +192,9 @@ class Agent:
             OSError: Its socket cannot be bound.
         """
         path, nproc = self._scratch.path / SDK_SOCKET, self._command.nproc
-        server = SdkServer(path, nproc, self._on_step, self._saver, self._master.urge)
-        self._scratch.add(server)
-        return server
+        return self._scratch.add(
+            SdkServer(path, nproc, self._on_step, self._saver, self._master.urge)
+        )
 
     def _new_relay(self) -> ShardRelay:
         """Create the server for workers' requests about shards, which the master answers.
@@ -204,11 +203,9 @@ class Agent:
             OSError: Its socket cannot be bound.
         """
         path, nproc = self._scratch.path / SHARDS_SOCKET, self._command.nproc
-        relay = ShardRelay(
-            path, self._boot_id, nproc, self._master, term=lambda: self._core.have[0]
+        return self._scratch.add(
+            ShardRelay(path, self._boot_id, nproc, self._master, term=lambda: self._core.have[0])
         )
-        self._scratch.add(relay)
-        return relay
 
     def _new_snapshots(self) -> SnapshotTaker:
         """Create what looks at the workers when the master asks.
@@ -304,9 +301,8 @@ class Agent:
                 log.warning("node_not_needed", extra={"why": why, "then": "it ends with code 0"})
             return AgentOutcome(end.code, end.message, tuple(self._workers.deaths))
         finally:
-            signal.pthread_sigmask(
-                signal.SIG_BLOCK, self._command.signals
-            )  # no signal must interrupt the cleanup
+            # No signal must interrupt the cleanup.
+            signal.pthread_sigmask(signal.SIG_BLOCK, self._command.signals)
             exchange.cancel()
             ticks.cancel()
             await asyncio.gather(exchange, ticks, return_exceptions=True)

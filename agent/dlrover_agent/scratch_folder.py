@@ -5,6 +5,7 @@ import contextlib
 import logging
 import os
 import socket
+from typing import TypeVar
 
 from dlrover_agent import temporary_folder
 from dlrover_agent.worker_socket import WorkerSocket
@@ -17,6 +18,7 @@ FILES_S = 2.0
 """Seconds for the repair of the folder. Its disk may hang."""
 
 
+Server = TypeVar("Server", bound=WorkerSocket)
 _Repaired = tuple[list[tuple[WorkerSocket, socket.socket]], str]
 """The servers whose sockets were made again, with the sockets; and an error, or empty text."""
 
@@ -35,9 +37,10 @@ class ScratchFolder:
         self._file_thread = BackgroundThread("scratch")
         self._closed = False
 
-    def add(self, server: WorkerSocket) -> None:
-        """Let :meth:`mend` repair the socket of this server too."""
+    def add(self, server: Server) -> Server:
+        """Let :meth:`mend` repair the socket of this server too, and return the server."""
         self._servers.append(server)
+        return server
 
     async def mend(self) -> None:
         """Make the folder and its sockets again if they were removed; workers need them.

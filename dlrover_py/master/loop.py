@@ -540,16 +540,9 @@ class Loop:
             wake_at = min(wake_at, self._clock.now() + REST_S)
             await self._rest(wake_at)
             await self._gather()
-            now = self._clock.now()
-            self._turned_at = now
-            events: list[Event] = []
-            if (slept := self._clock.slept()) - slept_s >= SLEEP_S:
-                events.append(Slept(slept - slept_s))
-                log.info("machine_slept", extra={"seconds": round(slept - slept_s, 3)})
-                slept_s = slept
-            if now - wake_at > STALL_S:
-                events.append(Stalled(now - wake_at))
-                log.warning("master_stalled", extra={"seconds": round(now - wake_at, 3)})
+            now = self._turned_at = self._clock.now()
+            before_s, slept_s = slept_s, self._clock.slept()
+            events = _lost_time(now - wake_at, slept_s - before_s)
             mail, self._mail = self._mail, {}
             facts, self._facts = self._facts, []
             events += [Reported(node_id, report) for (node_id, _), report in mail.items()]
@@ -862,6 +855,18 @@ def _journal_lost(why: str, phase: JobPhase, at: float) -> Condition:
         message=f"{why}; {then}",
         last_transition_time=at,
     )
+
+
+def _lost_time(late_s: float, slept_s: float) -> list[Event]:
+    """Return the events of the seconds by which a turn is late, and for which the machine slept."""
+    events: list[Event] = []
+    if slept_s >= SLEEP_S:
+        events.append(Slept(slept_s))
+        log.info("machine_slept", extra={"seconds": round(slept_s, 3)})
+    if late_s > STALL_S:
+        events.append(Stalled(late_s))
+        log.warning("master_stalled", extra={"seconds": round(late_s, 3)})
+    return events
 
 
 def _log_events(job: Job, since: int) -> None:
