@@ -43,6 +43,7 @@ from dlrover_py.process import starter
 from dlrover_py.protocol import (
     agents,
     autoscale,
+    bundles,
     data_ledger,
     diagnosis,
     errors,
@@ -854,6 +855,7 @@ WIRES: tuple[Wire, ...] = (
 
 ELSEWHERE: Mapping[ModuleType, str] = {
     autoscale: "[ElasticJob](elasticjob.md#what-you-write-spec)",
+    bundles: "[Diagnosis](../diagnosis.md#evidence)",
     memory_growth: "[ElasticJob](elasticjob.md#what-you-write-spec)",
     resource_advice: "[ElasticJob](elasticjob.md#what-you-write-spec)",
     hosts: "[ElasticJob](elasticjob.md#what-is-reported-status)",

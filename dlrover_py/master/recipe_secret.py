@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, Self
 from dlrover_py.kubernetes.errors import ConflictError, KubeError
 from dlrover_py.kubernetes.kinds import SECRETS, Obj
 from dlrover_py.protocol.errors import TransientError
+from dlrover_py.protocol.json_text import decoded
 from dlrover_py.protocol.names import APP, LABEL_APP, RECIPES
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class RecipeTable:
     def from_data(cls, data: Mapping[str, str]) -> Self:
         """Read the ``data`` of a Secret. What is damaged is left out, and is overwritten later."""
         try:
-            index = json.loads(base64.b64decode(data.get(INDEX, "")))
+            index = decoded(base64.b64decode(data.get(INDEX, "")))
             used = {key: float(at) for key, at in index.items()}
             bodies = {key: base64.b64decode(data[key], validate=True) for key in used}
         except (ValueError, TypeError, AttributeError, KeyError):

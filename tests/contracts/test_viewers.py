@@ -21,8 +21,9 @@ from dlrover_py.kubernetes.kinds import (
 from tests.contracts.test_crd import cluster
 from tests.contracts.test_crd import job as job_of
 from tests.kube_server import USERS
+from tests.operator_pages import SeenJobs
 from tests.process.test_operator import SOON
-from tests.unit.test_cluster_dashboard import Browser, Seen, job
+from tests.unit.test_cluster_dashboard import Browser, job
 
 
 async def may_see(kube: KubeClient, space: str, **subject: str) -> None:
@@ -75,7 +76,7 @@ async def test_users_of_a_real_api_server_see_the_jobs_that_they_may_see(kube_ap
         )
         made = await kube.create(ELASTICJOBS, job_of(one))
         jobs = [made, job(one, "first"), job(other["name"], "second")]
-        app = dashboard.app(Seen(kube, jobs), kube, asyncio.get_running_loop().time)
+        app = dashboard.app(SeenJobs(kube, jobs), kube, asyncio.get_running_loop().time)
 
         assert ">second<" not in await until_shown(app, USERS["ann"], "first")
         ann, bob = [await entered(app, USERS[name]) for name in ("ann", "bob")]

@@ -15,7 +15,7 @@ from dlrover_py.protocol.status import JobPhase
 from scripts import reference
 
 CORE = Path(__file__).parents[2] / "dlrover_py/master/core"
-NOT_REASONS = {"True", "False", "Unknown", "Normal", "Warning"}
+NOT_REASONS = {"True", "False", "Unknown", "Normal", "Warning", "Mi"}
 """CamelCase words in the core that are no types and no reasons."""
 
 

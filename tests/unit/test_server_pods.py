@@ -120,7 +120,7 @@ def test_the_master_may_write_the_map_and_only_if_there_are_servers() -> None:
         (found,) = (rule for rule in rules if rule["resources"] == ["secrets"])
         return list(found["resourceNames"])
 
-    own = ["elasticjob-x-journal", "elasticjob-x-evidence"]
+    own = ["elasticjob-x-journal", "elasticjob-x-evidence", "dlrover-recipes"]
     assert secrets_of(job()) == [*own, "elasticjob-x-servers"]
     made = manifests.servers_secret(job())
     assert made["metadata"]["name"] == "elasticjob-x-servers"

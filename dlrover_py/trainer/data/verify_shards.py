@@ -9,7 +9,6 @@ The order of the shards is not looked at: the ranges that were trained must cove
 without gaps and overlaps.
 """
 
-import json
 import os
 import stat
 from collections import defaultdict
@@ -21,6 +20,7 @@ from typing import Any, BinaryIO
 
 from dlrover_py.protocol import data_ledger
 from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.json_text import decoded
 from dlrover_py.protocol.runs import Run, add, missing, size
 from dlrover_py.protocol.shard_ledger import (
     LONGEST_HEADER,
@@ -235,14 +235,14 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
         file.readline(LONGEST_HEADER)
         while (line := file.readline(LONGEST_LINE)).endswith(b"\n"):
             try:
-                match json.loads(line):
+                match decoded(line):
                     case ["trained" | "confirmed" as word, list(value)]:
                         yield word, value
                     case ["state" | "epoch" as word, int(number)]:
                         yield word, number
                     case _:
                         raise _DamagedError
-            except (ValueError, RecursionError) as error:
+            except ValueError as error:
                 raise _DamagedError(f"expected a record, found {line[:40]!r}") from error
         if len(line) == LONGEST_LINE:
             raise _DamagedError(f"expected lines of less than {LONGEST_LINE} bytes")
