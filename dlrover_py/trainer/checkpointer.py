@@ -113,8 +113,7 @@ class Checkpointer:
         self.dir, self.keep = options.dir, options.keep
         self.every, self.persist_every = options.rules.every, options.rules.persist_every
         self.rng, self.strict = rng, strict
-        self.stats = SaveStats()
-        self._clock = clock
+        self.stats, self._clock = SaveStats(), clock
         notices = self._notices = NoticeLog(log, self.stats)
         self._calls = CallGuard(notices)
         self._claim = SlotClaim(self.dir)
@@ -345,11 +344,6 @@ class Checkpointer:
             self.close()
         else:
             self._release(failed=True)  # the other ranks may not make this call
-
-    @property
-    def mtbf_s(self) -> float:
-        """Mean seconds between two failures of this job, as far as it is known."""
-        return self._schedule.mtbf_s
 
     # --- A save: due? → stage → agree → to storage ---
 
@@ -650,9 +644,9 @@ class Checkpointer:
         """Release all resources; no other rank needs to take part.
 
         The copy that is under way is awaited, and so are writes of this worker's own persister. A
-        single rank also begins a write to storage that is still due. A warning is logged if the
-        newest checkpoint will be lost. A second call does nothing, and neither does one in a forked
-        child.
+        single rank also begins a write to storage that is still due. Rank 0 logs a warning if the
+        newest checkpoint will be lost and no stop was asked for. A second call does nothing, and
+        neither does one in a forked child.
 
         Args:
             failed: whether the script has failed. No warning is logged then, and on several nodes
@@ -665,22 +659,15 @@ class Checkpointer:
             if context.world == 1:  # no other rank is needed for a write that is due
                 self._finish_saves(context)
             if not failed:
-                self._warn_of_loss(context)
+                context.stager.wait()
+                lost = self._votes.newest_sealed() or self._newest_unstored
+                if context.rank == 0 and lost is not None and not self._votes.stop:
+                    self._storage.warn_of_loss(lost.step, arena=bool(self.settings.arena))
         self._claim.closed = True
         self._calls.close()
         atexit.unregister(self._at_exit)
         if context is not None:
             context.close(failed=failed)
-
-    def _warn_of_loss(self, context: WorkerContext) -> None:
-        """Log a warning on rank 0 if the newest checkpoint is only in memory and will be lost.
-
-        The copy that is under way is awaited. Nothing is logged after a request to stop.
-        """
-        context.stager.wait()
-        lost = self._votes.newest_sealed() or self._newest_unstored
-        if context.rank == 0 and lost is not None and not self._votes.stop:
-            self._storage.warn_of_loss(lost.step, arena=bool(self.settings.arena))
 
 
 def _check_step(step: object) -> None:
