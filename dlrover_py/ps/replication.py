@@ -20,6 +20,7 @@ from dlrover_py.ps.messages import (
     BucketCopy,
     Change,
     Compare,
+    CopyProgress,
     Held,
     Lacking,
     Mark,
@@ -592,14 +593,14 @@ class Replica:
 
     def on_parts_taken(self, taken: PartsTaken, now: float) -> None:
         """Send the next parts of copies; begin a copy again whose last part was lost."""
-        for bucket, term, part in taken.parts:
-            follower = self._follower(bucket, term, taken.sender)
+        for one in taken.parts:
+            follower = self._follower(one.bucket, one.term, taken.sender)
             if follower is None:
                 continue
-            if follower.parts is not None and part == follower.part:
-                self._send_part(bucket, taken.sender, now)
+            if follower.parts is not None and one.next_part == follower.part:
+                self._send_part(one.bucket, taken.sender, now)
             elif follower.copied < 0:
-                self._to_copy[bucket, taken.sender] = None
+                self._to_copy[one.bucket, taken.sender] = None
         self._copy(now)
 
     def on_held(self, held: Held, now: float) -> None:
@@ -726,7 +727,8 @@ class Replica:
             if message.last:
                 self._complete(bucket, message, stepping)
                 return
-        self._send(message.sender, PartsTaken(self.server, ((bucket, term, known.parts),)))
+        progress = CopyProgress(bucket, term, known.parts)
+        self._send(message.sender, PartsTaken(self.server, (progress,)))
 
     def _keep(self, known: _Incoming, bucket: int, records: Rows) -> None:
         """Take over records of a copy, or keep them until the copy is complete."""
@@ -784,7 +786,7 @@ class Replica:
             if same or (state.last_term == term and state.version >= version):
                 held.append((bucket, term, state.last_term, state.version))
             elif known is not None and known.copy[0] == message.sender:
-                parts.append((bucket, term, known.parts))
+                parts.append(CopyProgress(bucket, term, known.parts))
             else:
                 lacking.append((bucket, term))
         if parts:
