@@ -104,4 +104,4 @@ gpu: setup-dev ## Measure a kill of a worker by phase, on this machine's GPUs (e
 	@$(PYTHON) -P benchmarks/gpu.py $(GPU)
 
 clean: ## Remove what setup and tests have made
-	rm -rf $(VENV) dist .site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .matrix dist .site .mypy_cache .ruff_cache .pytest_cache .hypothesis

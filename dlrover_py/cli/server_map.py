@@ -82,7 +82,9 @@ def table(tables: TablesStatus, leaving: Collection[str] = ()) -> Table:
 
 
 def document(tables: TablesStatus, leaving: Collection[str] = ()) -> dict[str, Any]:
-    """Return the map for scripts. ``placements`` is empty with more than 512 buckets.
+    """Return the map for scripts.
+
+    ``placements`` is empty with more than 512 buckets, and if servers are not listed.
 
     Args:
         tables: The tables.
@@ -94,9 +96,10 @@ def document(tables: TablesStatus, leaving: Collection[str] = ()) -> dict[str, A
         {"bucket": bucket, "primary": None, "backups": [], "receivers": [], "rows_per_s": rate}
         for bucket, rate in enumerate(rates or [None] * tables.buckets)
     ]
-    if tables.buckets > MAX_LISTED_BUCKETS:
-        placements = []
-    for one in tables.servers:
+    shown = tables.servers
+    if tables.buckets > MAX_LISTED_BUCKETS or tables.unlisted_buckets:
+        placements, shown = [], []
+    for one in shown:
         for bucket in one.leading:
             placements[bucket]["primary"] = one.id
         for bucket in one.backing:
@@ -107,6 +110,7 @@ def document(tables: TablesStatus, leaving: Collection[str] = ()) -> dict[str, A
         "epoch": tables.epoch,
         "buckets": tables.buckets,
         "lost_buckets": tables.lost_buckets,
+        "unlisted_buckets": tables.unlisted_buckets,
         "busiest": max(staying, default=None),
         "servers": [
             {
@@ -198,9 +202,19 @@ def foreseen(status: JobStatus) -> Foreseen:
 
 
 def _known(tables: TablesStatus, leaving: Collection[str]) -> Any:
-    """Return the cluster map that a status tells, without what is on its way."""
+    """Return the cluster map that a status tells, without what is on its way.
+
+    Raises:
+        ConfigError: A bucket has no server, or servers are not listed.
+    """
     from dlrover_py.ps.cluster_map import AckMode, ClusterMap, Placement
 
+    if tables.unlisted_buckets:
+        raise ConfigError(
+            f"expected the servers of all buckets in the status of the job, found "
+            f"{counted(len(tables.servers), 'server')}, and "
+            f"{counted(tables.unlisted_buckets, 'bucket')} of others: leave --dry-run out"
+        )
     placements: list[Placement | None] = [None] * tables.buckets
     backups: list[list[str]] = [[] for _ in placements]
     for one in tables.servers:

@@ -24,8 +24,11 @@ MARKS = (
 
 
 def grid(tables: TablesStatus) -> Markup:
-    """Return the grid of all buckets; empty if there are none, or so many that none is listed."""
-    if not 0 < tables.buckets <= MAX_LISTED_BUCKETS:
+    """Return the grid of all buckets.
+
+    It is empty if there are none, so many that none is listed, or servers that are not listed.
+    """
+    if not 0 < tables.buckets <= MAX_LISTED_BUCKETS or tables.unlisted_buckets:
         return Markup("")
     primary = {bucket: one.id for one in tables.servers for bucket in one.leading}
     copies, receivers = defaultdict[int, list[str]](list), defaultdict[int, list[str]](list)
@@ -66,6 +69,12 @@ def state_words(tables: TablesStatus, leaving: Collection[str]) -> list[str]:
         leaving: servers that are to leave. None of them counts as the busiest one.
     """
     found = []
+    if tables.unlisted_buckets:
+        found.append(
+            f"{counted(len(tables.servers), 'server')} are listed, and others lead "
+            f"{counted(tables.unlisted_buckets, 'bucket')}: so loads are not compared, and "
+            "buckets are not shown"
+        )
     shares = load_shares(tables, leaving)
     busiest = max((one for one in shares if one not in leaving), key=shares.__getitem__, default="")
     if busiest:

@@ -7,6 +7,7 @@ its content is limited. Masters do not read the recipes: agents decide what they
 
 import asyncio
 import base64
+import contextlib
 import hashlib
 import json
 import logging
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from dlrover_py.kubernetes.errors import ConflictError, KubeError
 from dlrover_py.kubernetes.kinds import SECRETS, Obj
-from dlrover_py.protocol.errors import TransientError
+from dlrover_py.protocol.errors import ConfigError, TransientError
 from dlrover_py.protocol.json_text import decoded
 from dlrover_py.protocol.names import APP, LABEL_APP, RECIPES
 
@@ -56,13 +57,18 @@ class RecipeTable:
     @classmethod
     def from_data(cls, data: Mapping[str, str]) -> Self:
         """Read the ``data`` of a Secret. What is damaged is left out, and is overwritten later."""
+        made = cls()
         try:
-            index = decoded(base64.b64decode(data.get(INDEX, "")))
-            used = {key: float(at) for key, at in index.items()}
-            bodies = {key: base64.b64decode(data[key], validate=True) for key in used}
-        except (ValueError, TypeError, AttributeError, KeyError):
-            return cls()
-        return cls(bodies, used)
+            index = decoded(base64.b64decode(data.get(INDEX, ""))).items()
+        except (ValueError, TypeError, AttributeError):
+            return made
+        for key, at in index:
+            if key == INDEX:
+                continue
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                used_at, body = float(at), base64.b64decode(data[key], validate=True)
+                made.bodies[key], made.used_at[key] = body, used_at
+        return made
 
     def to_data(self) -> dict[str, str]:
         """Return the ``data`` of the Secret."""
@@ -73,7 +79,7 @@ class RecipeTable:
         """Keep a recipe in the place of an earlier one, or remove that one if the body is empty.
 
         Recipes that were not used for ``KEPT_S`` are removed, and the least used ones beyond the
-        limits. A recipe that is too large itself is not kept.
+        limits. A recipe that is too large itself is not kept, and the earlier one is removed.
 
         Args:
             key: Key of the recipe.
@@ -83,7 +89,9 @@ class RecipeTable:
         Returns:
             Whether the table has changed.
         """
-        if self.bodies.get(key, b"") == body or len(body) > MAX_BYTES:
+        if len(body) > MAX_BYTES:
+            body = b""
+        if self.bodies.get(key, b"") == body:
             return False
         self._remove(key)
         if body:
@@ -129,24 +137,47 @@ class RecipeSecret:
         """The Secret as it was last read or written; None if it must be read."""
         self._pause_until = 0.0
         """Time of the event loop until which no call is made."""
+        self._noting: asyncio.Task[None] | None = None
+        """Notes the use of a recipe, or has done so last."""
+        self._note_after = 0.0
+        """Time of the event loop before which no use is noted, since that has failed."""
 
     async def read(self, key: str) -> bytes:
         """Return a recipe; empty if there is none, or if the Secret cannot be read now.
+
+        Its use is noted afterwards, if that is possible.
 
         Args:
             key: Key that the agent has made of its command and what it runs in.
         """
         if not (name := self._name(key)):
             return b""
-        async with self._lock:
-            try:
-                table = RecipeTable.from_data((await self._current()).get("data") or {})
-                if table.use(name, self._kube.wall()):
-                    await self._change(lambda now: now.use(name, self._kube.wall()))
-            except TransientError as error:
-                log.info("recipes_not_read", extra={"why": str(error), "then": "a cold start"})
-                return b""
+        if (secret := self._secret) is None:
+            async with self._lock:
+                try:
+                    secret = await self._current()
+                except TransientError as error:
+                    log.info("recipes_not_read", extra={"why": str(error), "then": "a cold start"})
+                    return b""
+        table = RecipeTable.from_data(secret.get("data") or {})
+        loop = asyncio.get_running_loop()
+        is_free = self._noting is None or self._noting.done()
+        is_free = is_free and loop.time() >= self._note_after
+        if is_free and table.use(name, self._kube.wall()):
+            self._noting = loop.create_task(self._note_use(name))
         return table.bodies.get(name, b"")
+
+    async def _note_use(self, name: str) -> None:
+        """Note the use of a recipe; if that fails, what was read of the Secret is used further."""
+        async with self._lock:
+            known, pause_until = self._secret, self._pause_until
+            try:
+                await self._change(lambda table: table.use(name, self._kube.wall()), attempts=1)
+            except TransientError as error:
+                log.info("recipe_use_not_noted", extra={"why": str(error)})
+                self._secret = self._secret or known
+                self._pause_until = pause_until
+                self._note_after = asyncio.get_running_loop().time() + PAUSE_S
 
     async def write(self, key: str, body: bytes) -> None:
         """Keep a recipe in the place of an earlier one, or remove that one if the body is empty.
@@ -156,6 +187,7 @@ class RecipeSecret:
             body: The recipe.
 
         Raises:
+            ConfigError: The recipe is too large. An earlier one is removed.
             TransientError: The Secret is missing or is not for recipes, or the API server refuses
                 the write or does not answer.
         """
@@ -163,22 +195,29 @@ class RecipeSecret:
             return
         async with self._lock:
             await self._change(lambda table: table.put(name, body, self._kube.wall()))
+        if len(body) > MAX_BYTES:
+            raise ConfigError(
+                f"recipe: expected at most {MAX_BYTES} bytes, found {len(body)}: it is not kept"
+            )
 
     def _name(self, key: str) -> str:
         """Return the name of a recipe's entry in the Secret; empty if the program is not known."""
         program = self._program()
         return hashlib.sha256(f"{program} {key}".encode()).hexdigest()[:32] if program else ""
 
-    async def _change(self, change: Callable[[RecipeTable], bool]) -> None:
+    async def _change(
+        self, change: Callable[[RecipeTable], bool], *, attempts: int = ATTEMPTS
+    ) -> None:
         """Change the table in the Secret, again from its newest content after a conflict.
 
         Args:
             change: Changes a table, and returns whether it has changed.
+            attempts: Number of attempts.
 
         Raises:
             TransientError: The Secret cannot be written.
         """
-        for _ in range(ATTEMPTS):
+        for _ in range(attempts):
             secret = await self._current()
             table = RecipeTable.from_data(secret.get("data") or {})
             if not change(table):

@@ -44,7 +44,7 @@ from dlrover_py.protocol.agents import (
 )
 from dlrover_py.protocol.checkpoint_id import CheckpointId
 from dlrover_py.protocol.diagnosis import NodeSnapshot
-from dlrover_py.protocol.errors import ErrorCode, TransientError
+from dlrover_py.protocol.errors import ConfigError, ErrorCode, TransientError
 from dlrover_py.protocol.job import in_words
 from dlrover_py.protocol.job_view import problems
 from dlrover_py.protocol.names import MAX_COUNT, NODE_ID, NodeId, Round, Step, Timeline
@@ -313,7 +313,7 @@ def job_app(loop: Loop, exchanges: Exchanges, denied: Counter) -> ASGIApp:
         found = b"" if exchanges.earlier is None else await exchanges.earlier.read(key)
         return Response(found, media_type="application/octet-stream")
 
-    @app.put(EARLIER_RECIPE, responses={**not_now, **late})
+    @app.put(EARLIER_RECIPE, responses={413: {"model": ErrorReply}, **not_now, **late})
     async def keep_recipe_for_later(key: RecipeKey, request: Request) -> Response:
         """Keep a recipe for later runs of the same program; an empty body removes it.
 
@@ -325,6 +325,8 @@ def job_app(loop: Loop, exchanges: Exchanges, denied: Counter) -> ASGIApp:
         if exchanges.earlier is not None:
             try:
                 await exchanges.earlier.write(key, body)
+            except ConfigError as error:
+                return error_reply(413, ErrorCode.TOO_LARGE, str(error))
             except TransientError as error:
                 return error_reply(503, ErrorCode.PASSIVE, str(error))
         return Response("{}", media_type="application/json")

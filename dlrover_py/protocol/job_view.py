@@ -220,6 +220,7 @@ def tables_words(tables: TablesStatus) -> str:
     """Return what the servers of a parameter server have as one line."""
     line = f"{counted(len(tables.tables), 'table')} in {counted(tables.buckets, 'bucket')}"
     line += f" on {counted(len(tables.servers), 'server')}"
+    line += " and further ones" if tables.unlisted_buckets else ""
     if tables.step:
         line += f", step {tables.step}"
     if tables.cut_step is not None:
@@ -230,7 +231,9 @@ def tables_words(tables: TablesStatus) -> str:
 
 
 def load_shares(tables: TablesStatus, leaving: Collection[str] = ()) -> dict[str, float]:
-    """Return the load of each server as a multiple of the mean; empty if nothing was measured.
+    """Return the load of each server as a multiple of the mean.
+
+    It is empty if nothing was measured, or if the status of the job does not list all servers.
 
     Args:
         tables: The tables of a parameter server.
@@ -238,7 +241,7 @@ def load_shares(tables: TablesStatus, leaving: Collection[str] = ()) -> dict[str
     """
     staying = [one.asked_per_s for one in tables.servers if one.id not in leaving]
     total = sum(staying)
-    if not total:
+    if not total or tables.unlisted_buckets:
         return {}
     return {one.id: one.asked_per_s * len(staying) / total for one in tables.servers}
 

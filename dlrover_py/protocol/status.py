@@ -682,6 +682,12 @@ class TablesStatus(_StatusModel):
     rebalanced: RebalanceAnswer | None = None
     """The answer to the newest ``spec.rebalanceServers``; absent until there is one."""
 
+    @property
+    def unlisted_buckets(self) -> int:
+        """Number of buckets that are led by servers that are not listed; 0 if all are listed."""
+        led = sum(one.leads for one in self.servers)
+        return max(0, self.buckets - self.lost_buckets - led)
+
 
 class JobStatus(_StatusModel):
     """The state of a job at one moment."""
@@ -836,7 +842,8 @@ class Training(JobStatus):
 
         Kubernetes has the conditions in ``status.conditions``. The newest events stay, up to
         ``TRAINING_EVENTS`` and half of the bytes. Nodes stay up to ``TRAINING_NODES``, those with
-        problems first, and as many servers. All other fields are never cut.
+        problems first, and as many servers, those that are to leave first. All other fields are
+        never cut.
         """
         fields = {name: getattr(status, name) for name in JobStatus.model_fields}
         fields |= {"conditions": [], "nodes": [], "events": []}
@@ -847,7 +854,8 @@ class Training(JobStatus):
         if status.tables is not None:
             shown = status.tables.servers[:TRAINING_NODES]
             fields["tables"] = status.tables.model_copy(update={"servers": shown})
-        fields["servers"] = status.servers[:TRAINING_NODES]
+        leaving_first = sorted(status.servers, key=lambda server: not server.message)
+        fields["servers"] = leaving_first[:TRAINING_NODES]
         bare = cls(**fields, summary=summarize(status), left_out=len(status.nodes))
         left = TRAINING_BYTES - _size(bare)
         events = _fitting(status.events[: -TRAINING_EVENTS - 1 : -1], left // 2)

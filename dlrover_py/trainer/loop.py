@@ -91,8 +91,8 @@ class ElasticLoop:
         """A parameter that has a gradient of earlier micro-batches of the step."""
         self._total: int | None = None
         """Number of steps of the whole training."""
-        self._is_stepping = False
-        optimizer.register_step_pre_hook(self._refuse_other_steps)
+        self._is_stepping = self._is_stopped = False
+        self._hook = optimizer.register_step_pre_hook(self._refuse_other_steps)
         self.restored = checkpointer.load(self._state) is not None
         """Whether a checkpoint was loaded."""
 
@@ -101,10 +101,20 @@ class ElasticLoop:
         """Whether this process was asked to end. The loop over the batches has then ended, too."""
         return self._checkpointer.should_stop
 
+    def stop(self) -> None:
+        """End the training early, after this step. All ranks must call it in the same step.
+
+        The loops over the batches and over the epochs then end by themselves, and the training is
+        saved. A ``break`` of the loop over the epochs would leave it unsaved.
+        """
+        self._is_stopped = True
+
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the epochs that are left, from the present one on, and then save the training.
 
-        A loop over the batches that is left early (``break``) ends the training.
+        The optimizer is then free for other loops. A loop over the batches that is left early
+        (``break``), and :meth:`stop`, end the training and save it. A ``break`` of the loop over
+        the epochs does not save it.
 
         Args:
             count: number of epochs of the whole training.
@@ -116,14 +126,17 @@ class ElasticLoop:
         loader, epoch = self._loader, -1
         sampler = loader.sampler
         self._total = count * -(-sampler.length // sampler.global_batch)
-        while epoch < loader.epoch < count and not self.should_stop:
+        while epoch < loader.epoch < count and not (self.should_stop or self._is_stopped):
             epoch = loader.epoch
             yield epoch
+        self._hook.remove()
         self._checkpointer.save(loader.steps, self._state, force=True)
         self._checkpointer.close()
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the micro-batches that are left in this epoch; after a request to stop, no more.
+
+        The same holds after :meth:`stop`.
 
         Raises:
             ConfigError: a micro-batch was not given to :meth:`step`; or as for the loop over an
@@ -140,7 +153,7 @@ class ElasticLoop:
                         "loop: the loop asks for the next micro-batch, but the last one was not "
                         "trained: call loop.step(loss) once for each micro-batch"
                     )
-            if self.should_stop:
+            if self.should_stop or self._is_stopped:
                 return
 
     def step(self, loss: "Tensor", *, reduction: str = "mean") -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +14,15 @@ from dlrover_agent.warm.earlier_run import EarlierRun
 from dlrover_agent.warm.master_recipes import MasterRecipes
 from dlrover_py.kubernetes.client import KubeClient
 from dlrover_py.kubernetes.kinds import SECRETS, Obj
-from dlrover_py.master.recipe_secret import MAX_RECIPES, RecipeSecret
+from dlrover_py.master.recipe_secret import (
+    MAX_BYTES,
+    MAX_RECIPES,
+    USED_AGAIN_S,
+    RecipeSecret,
+    RecipeTable,
+)
 from dlrover_py.process.recipe_cache import KeptRecipe
-from dlrover_py.protocol.errors import TransientError
+from dlrover_py.protocol.errors import ConfigError, TransientError
 from dlrover_py.protocol.names import APP, LABEL_APP, RECIPES
 from tests.fakes_kube import FakeCluster, fake_cluster
 
@@ -38,8 +44,21 @@ class Masters:
         meta = {"name": RECIPES, "labels": {LABEL_APP: self.label}}
         self.cluster.put(SECRETS, {"metadata": meta})
 
+    def age(self) -> None:
+        """Make the last uses older, so that the next one is noted."""
+        found = self.found()
+        table = RecipeTable.from_data(found["data"])
+        table.used_at = {key: at - USED_AGAIN_S for key, at in table.used_at.items()}
+        self.cluster.put(SECRETS, {**found, "data": table.to_data()})
+
     def found(self) -> Obj:
         return self.cluster.one(SECRETS, RECIPES) or {}
+
+
+async def until(look: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not look():
+            await asyncio.sleep(0.005)
 
 
 @pytest.fixture
@@ -92,6 +111,53 @@ async def test_a_refusal_costs_a_cold_start_and_no_storm_of_calls(masters: Maste
     with pytest.raises(TransientError, match=RECIPES):
         await master.write(KEY, b"recipe")
     assert len(masters.cluster.calls) == calls + 1
+
+
+@pytest.mark.parametrize("code", [409, 403, 500])
+async def test_a_recipe_is_found_although_its_use_cannot_be_noted(
+    masters: Masters, code: int
+) -> None:
+    await masters.one().write(KEY, b"recipe")
+    masters.age()
+    fault = masters.cluster.fail(code, method="PUT", path=RECIPES, times=99)
+    master = masters.one()
+    assert await master.read(KEY) == b"recipe"
+    await until(lambda: fault.times < 99)
+    assert await master.read(KEY) == b"recipe"
+    assert await masters.one().read(KEY) == b"recipe"
+
+
+async def test_a_use_that_cannot_be_noted_is_not_tried_for_each_agent(masters: Masters) -> None:
+    await masters.one().write(KEY, b"recipe")
+    masters.age()
+    fault = masters.cluster.fail(403, method="PUT", path=RECIPES, times=99)
+    master = masters.one()
+    assert await master.read(KEY) == b"recipe"
+    await until(lambda: fault.times < 99)
+    assert [await master.read(KEY) for _ in range(3)] == [b"recipe"] * 3
+    with pytest.raises(TransientError, match=RECIPES):
+        await master.write("00" * 16, b"another")
+    assert fault.times == 97, "one for the note, and one for the write"
+
+
+async def test_no_agent_waits_for_the_note_of_a_use(masters: Masters) -> None:
+    await masters.one().write(KEY, b"recipe")
+    masters.age()
+    gate = masters.cluster.hold(RECIPES, method="PUT")
+    master = masters.one()
+    assert [await master.read(KEY) for _ in range(3)] == [b"recipe"] * 3
+    before = masters.found()["data"]
+    gate.set()
+    await until(lambda: masters.found()["data"] != before)
+    (used_at,) = RecipeTable.from_data(masters.found()["data"]).used_at.values()
+    assert used_at > masters.kube.wall() - USED_AGAIN_S
+
+
+async def test_a_recipe_that_is_too_large_is_refused(masters: Masters) -> None:
+    await masters.one().write(KEY, b"recipe")
+    with pytest.raises(ConfigError, match="expected at most 480000 bytes, found 480001"):
+        await masters.one().write(KEY, b"x" * (MAX_BYTES + 1))
+    assert await masters.one().read(KEY) == b"", "the earlier one is of other files"
 
 
 async def test_without_a_secret_nothing_is_kept(masters: Masters) -> None:

@@ -99,6 +99,33 @@ def test_a_training_that_is_left_goes_on_as_if_it_was_not(tmp_path: Path) -> Non
     assert third.weights == second.weights
 
 
+@pytest.mark.parametrize("where", ["inner", "outer"])
+def test_a_training_that_stops_early_is_saved(tmp_path: Path, where: str) -> None:
+    """Early stopping, after an evaluation or within an epoch."""
+    parts = Parts()
+    loop = parts.loop(Checkpointer(tmp_path, every=100))
+    for _ in loop.epochs(EPOCHS):
+        for inputs, targets in loop:
+            loop.step(mse_loss(parts.model(inputs), targets))
+            if where == "inner" and parts.loader.steps == 3:
+                loop.stop()
+        loop.stop()
+    steps = 3 if where == "inner" else 5
+    assert parts.loader.steps == steps
+    again = Parts()
+    assert again.loop(Checkpointer(tmp_path)).restored
+    assert (again.loader.steps, again.weights) == (steps, parts.weights)
+
+
+def test_after_the_training_the_optimizer_is_free() -> None:
+    parts = Parts()
+    train(parts, parts.loop(Checkpointer()))
+    before = parts.weights
+    mse_loss(parts.model(torch.ones(1, 5)), torch.ones(1, 1)).backward()
+    parts.optimizer.step()
+    assert parts.weights != before
+
+
 def misuse(*calls: str) -> None:
     """Train, and make some calls in each turn of the loop."""
     parts = Parts()

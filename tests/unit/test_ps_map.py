@@ -6,15 +6,18 @@ import pytest
 from rich.console import Console
 
 from dlrover_py.cli import server_map
+from dlrover_py.dashboard import buckets
 from dlrover_py.protocol.errors import ConfigError, DLRoverError
 from dlrover_py.protocol.job_view import load_shares
 from dlrover_py.protocol.status import (
+    TRAINING_NODES,
     JobEvent,
     JobPhase,
     JobStatus,
     ServerLoad,
     ServerStatus,
     TablesStatus,
+    Training,
 )
 from tests.unit.test_view import status as shown
 
@@ -38,6 +41,43 @@ TABLES = TablesStatus(
 def status(tables: TablesStatus | None, *leaving: str) -> JobStatus:
     servers = [ServerStatus(id=one, running=True, message="it is drained") for one in leaving]
     return shown(JobPhase.RUNNING).model_copy(update={"tables": tables, "servers": servers})
+
+
+def test_servers_that_the_status_does_not_list_have_lost_nothing() -> None:
+    size = TRAINING_NODES + 2
+    servers = [
+        ServerLoad(id=f"ps{i}", leads=1, backs_up=0, asked_per_s=9.0 + i, leading=[i])
+        for i in range(size)
+    ]
+    whole = TABLES.model_copy(
+        update={"buckets": size, "servers": servers, "bucket_rows_per_s": [9.0] * size}
+    )
+    drained = shown(JobPhase.RUNNING).model_copy(
+        update={
+            "tables": whole,
+            "servers": [
+                ServerStatus(id=one.id, running=True, message="it is drained" * (i == size - 1))
+                for i, one in enumerate(servers)
+            ],
+        }
+    )
+    cut = Training.of(drained)
+    assert cut.tables is not None
+    assert (whole.unlisted_buckets, cut.tables.unlisted_buckets) == (0, 2)
+    made = server_map.document(cut.tables)
+    assert (made["lost_buckets"], made["unlisted_buckets"], made["placements"]) == (0, 2, [])
+    assert len(server_map.document(whole)["placements"]) == size
+    assert load_shares(whole)
+    assert not load_shares(cut.tables), "the mean of all servers is not known"
+    assert buckets.grid(whole)
+    assert not buckets.grid(cut.tables)
+    assert buckets.state_words(cut.tables, ())[0] == (
+        "64 servers are listed, and others lead 2 buckets: so loads are not compared, and buckets "
+        "are not shown"
+    )
+    with pytest.raises(ConfigError, match="found 64 servers, and 2 buckets of others"):
+        server_map.foreseen(cut)
+    assert not server_map.has_left(cut, servers[-1].id), "it is to leave, so it stays listed"
 
 
 def test_numbers_are_ranges() -> None:
@@ -90,8 +130,8 @@ def test_what_gains_too_little_would_not_move() -> None:
     """`ps rebalance` moves nothing for less than 0.01 of the mean, and `--dry-run` said a move."""
     leading, backing = ([0], [1, 2], [3]), ([1], [3], [0, 2])
     servers = [
-        ServerLoad(id=f"ps{i}", leads=1, backs_up=1, leading=leading[i], backing=backing[i])
-        for i in range(3)
+        ServerLoad(id=f"ps{i}", leads=len(led), backs_up=1, leading=led, backing=backing[i])
+        for i, led in enumerate(leading)
     ]
     rates = [900.0, 300.0, 300.0, 10.0]  # the first bucket is too heavy for any server
     tables = TABLES.model_copy(update={"servers": servers, "bucket_rows_per_s": rates})

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dlrover_agent.warm import pool
 from dlrover_agent.warm.pool import ImportRecipe
-from dlrover_agent.warm.zygote import _importable
+from dlrover_agent.warm.zygote import _importable, origin_before_import
 from dlrover_py.protocol.recipe import decode_record
 
 SITE = ("/site/", "/lib/")
@@ -132,6 +132,22 @@ def test_what_a_folder_can_hide(tmp_path) -> None:  # type: ignore[no-untyped-de
     (tmp_path / "folder").mkdir()
     assert _importable(str(tmp_path)) - {"math"} == {"json", "package"}
     assert _importable(str(tmp_path / "missing")) == set()
+
+
+def test_what_an_import_would_run_is_known_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("hidden_one.py", "hidden_two/__init__.py", "hidden_two/part.py", "bare/part.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("raise SystemError('it was run')\n")
+    assert origin_before_import("hidden_one") == str(tmp_path / "hidden_one.py")
+    assert origin_before_import("hidden_two") == str(tmp_path / "hidden_two" / "__init__.py")
+    assert origin_before_import("hidden_two.part") is None, "its package would be run"
+    assert origin_before_import("bare.part") == str(tmp_path / "bare" / "part.py")
+    assert origin_before_import("json.tool") == str(Path(json.__file__).with_name("tool.py"))
+    assert origin_before_import("json.decoder.part") is None
+    assert origin_before_import("hidden_three") is None
 
 
 def test_where_pip_has_installed_something_libraries_are(

@@ -77,6 +77,42 @@ def test_the_next_run_of_the_same_command_finds_it(site: Site) -> None:
     assert site.run().load() is not None, "nothing that decides about imports"
 
 
+@pytest.mark.parametrize(
+    ("name", "origin"),
+    [
+        ("evil", "{site}/../evil.py"),
+        ("evil", "{site}//evil.py"),
+        ("evil", "{site}/library.py"),
+        ("evil.library", "{site}/evil/__init__.py"),
+    ],
+)
+def test_a_recipe_that_names_what_is_not_installed_is_not_used(
+    site: Site, name: str, origin: str
+) -> None:
+    """Whoever may write where recipes are kept must not choose what is imported."""
+    lines = [("import", name, origin.format(site=site.site))]
+    run = site.run()
+    run.load()
+    assert run.store(lines, 3.0)
+    assert site.run().load() is None
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("torch", "torch/__init__.py"),
+        ("torch.nn", "torch/nn/__init__.pyc"),
+        ("torch._C", "torch/_C.cpython-311-x86_64-linux-gnu.so"),
+        ("_json", "lib-dynload/_json.abi3.so"),
+    ],
+)
+def test_installed_modules_of_any_kind_are_used(site: Site, name: str, file: str) -> None:
+    run = site.run()
+    run.load()
+    assert run.store([("import", name, f"{site.site}/{file}")], 3.0)
+    assert site.run().load() is not None
+
+
 CHANGES: dict[str, Callable[[Site], object]] = {
     "the script": lambda site: site.script.write_text("A = 2\n"),
     "the arguments": lambda site: site.args.append("--more"),

@@ -3,6 +3,7 @@
 import base64
 import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -69,6 +70,30 @@ def test_the_bytes_are_limited(sizes: list[int]) -> None:
         assert sum(map(len, table.bodies.values())) <= MAX_BYTES
         assert (f"k{i}" in table.bodies) == (0 < size <= MAX_BYTES)
     assert set(table.bodies) == set(table.used_at)
+
+
+def test_a_recipe_that_is_too_large_leaves_no_earlier_one() -> None:
+    """The earlier one is of other files."""
+    table = RecipeTable()
+    table.put("a", b"x", NOW)
+    assert table.put("a", b"x" * (MAX_BYTES + 1), NOW)
+    assert table == RecipeTable()
+    assert not table.put("a", b"x" * (MAX_BYTES + 1), NOW)
+
+
+@pytest.mark.parametrize("damage", ["body", "no body", "time", "index"])
+def test_one_damaged_entry_costs_no_other_one(damage: str) -> None:
+    table = RecipeTable({"a": b"one", "b": b"two"}, {"a": NOW, "b": NOW})
+    data = table.to_data()
+    used: dict[str, object] = {"a": NOW, "b": NOW}
+    if damage == "body":
+        data["b"] = "?"
+    elif damage == "no body":
+        del data["b"]
+    else:
+        used |= {"b": "never"} if damage == "time" else {INDEX: NOW, "b": None}
+        data[INDEX] = base64.b64encode(json.dumps(used).encode()).decode()
+    assert RecipeTable.from_data(data) == RecipeTable({"a": b"one"}, {"a": NOW})
 
 
 @given(st.text(max_size=20) | st.recursive(st.none() | st.floats() | st.text(), st.lists))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dlrover_py.cli.commands import root
 from dlrover_py.protocol.errors import ConfigError
-from dlrover_py.protocol.shard_ledger import LedgerHistory, parse_name
+from dlrover_py.protocol.shard_ledger import LedgerHistory, file_name, parse_name
 from dlrover_py.trainer.data import ElasticLoader, LineStream, MapSource, ShardLoader
 from dlrover_py.trainer.data.verify_shards import verify
 
@@ -249,6 +249,26 @@ def test_a_damaged_line_costs_the_rest_of_its_file(tmp_path: Path, line: str) ->
     report = verify(tmp_path)
     assert not report.exact
     assert "the rest of it is not known" in report.faults[0]
+
+
+@pytest.mark.parametrize("epoch", [10**9, 10**30])
+def test_a_damaged_epoch_costs_neither_memory_nor_the_command(tmp_path: Path, epoch: int) -> None:
+    train(new_loader(tmp_path), 3)
+    (path,) = files(tmp_path)
+    change(path, lambda lines: lines.append(["epoch", epoch]))
+    report = verify(tmp_path)
+    assert [each.epoch for each in report.epochs] == [0]
+    assert report.faults == [f"the epoch {epoch} is too large: only those with a record are listed"]
+
+
+def test_the_newest_file_is_that_with_the_highest_number(tmp_path: Path) -> None:
+    train(new_loader(tmp_path))
+    train(new_loader(tmp_path), 3)  # began anew
+    expected = verify(tmp_path)
+    assert not expected.epochs[0].finished
+    for path, number in zip(files(tmp_path), (999_999, 1_000_000), strict=True):
+        path.rename(tmp_path / file_name(number, 0))
+    assert verify(tmp_path) == expected
 
 
 def test_a_hostile_parent_ends(tmp_path: Path) -> None:

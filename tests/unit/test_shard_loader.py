@@ -14,6 +14,7 @@ from dlrover_py.protocol.shards import (
     AnswerCode,
     DatasetSpec,
     Ledger,
+    Level,
     ShardAnswer,
     ShardRequest,
 )
@@ -74,6 +75,29 @@ def test_model_and_position_go_back_together(samples: int, shard_size: int, step
     fresh = ShardLoader("train", source, epochs=2)  # another process
     fresh.load_state_dict(state)
     assert sorted(first + epoch_of(fresh)) == list(range(samples))
+
+
+@pytest.mark.parametrize("level", [level for level in Level if level != "exactly_once_effect"])
+def test_a_new_queue_of_another_level_begins_with_the_first_epoch(level: Level) -> None:
+    source = MapSource(range(12), shard_size=4)
+    loader = ShardLoader("train", source, epochs=3, level=level)
+    epoch_of(loader)
+    state = loader.state_dict()
+    loader.load_state_dict(state)  # the queue does not go back
+    assert sorted(epoch_of(loader)) == list(range(12))
+    assert loader.epoch == 1
+    del loader
+    fresh = ShardLoader("train", source, epochs=3, level=level)  # another job
+    fresh.load_state_dict(state)
+    polls = iter(range(9))
+    records = []
+    for batch in fresh.batches(12, stop=lambda: next(polls) == 8):
+        records += batch
+        fresh.commit()
+    assert sorted(records) == list(range(12))
+    assert fresh.epoch == 0
+    again = Ledger.model_validate_json(str(fresh.state_dict()["ledger"]))
+    assert again == Ledger(epoch=1)
 
 
 def test_a_save_within_a_shard_is_no_loss_of_it(caplog: pytest.LogCaptureFixture) -> None:

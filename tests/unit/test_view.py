@@ -323,8 +323,10 @@ LOAD = ServerLoad(
 
 
 def test_the_load_of_servers_is_a_table() -> None:
-    tables = TablesStatus(epoch=1, tables=["user", "item"], buckets=4, step=7, servers=[LOAD])
-    assert view.tables_words(tables) == "2 tables in 4 buckets on 1 server, step 7"
+    tables = TablesStatus(epoch=1, tables=["user", "item"], buckets=3, step=7, servers=[LOAD])
+    assert view.tables_words(tables) == "2 tables in 3 buckets on 1 server, step 7"
+    more = tables.model_copy(update={"buckets": 4})
+    assert view.tables_words(more) == "2 tables in 4 buckets on 1 server and further ones, step 7"
     lost = tables.model_copy(update={"lost_buckets": 1})
     assert "the rows of 1 bucket are lost: ps.restore()" in view.tables_words(lost)
     head, line, *_ = shown(view.loads_table(tables), 120)

@@ -200,8 +200,15 @@ class EarlierRun:
         """
         installed = tuple(self._installed)
         return all(
-            what == "own" or (what == "import" and str(value).startswith(installed))
-            for what, _, value in lines
+            what == "own"
+            or (
+                what == "import"
+                and value is not None
+                and value.startswith(installed)
+                and os.path.normpath(value) == value
+                and name.rpartition(".")[2] == _module_of(value)
+            )
+            for what, name, value in lines
         )
 
     def store(self, lines: Sequence[RecipeLine], import_s: float) -> bool:
@@ -349,6 +356,13 @@ class RecipeShelf:
         """
         if self._run is not None:
             self._thread.post(functools.partial(self._run.distrust, forked=forked))
+
+
+def _module_of(path: str) -> str:
+    """Return the name in its package of the module that a file has."""
+    folder, file = os.path.split(path)
+    name = file.partition(".")[0]
+    return os.path.basename(folder) if name == "__init__" else name
 
 
 def _entries(folder: str) -> list[str]:

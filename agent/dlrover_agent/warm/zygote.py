@@ -244,6 +244,13 @@ class Zygote:
                     _set_variable(name, value)
                 if what != "import":
                     continue
+                if value is not None and name not in sys.modules:
+                    # A kept recipe may be another's: no module runs that it names wrongly.
+                    if (found := origin_before_import(name)) is None:
+                        continue
+                    if found != value:
+                        faults[name] = f"{name} is at {found}, and in the script at {value}"
+                        continue
                 try:
                     importlib.import_module(name)
                 except Exception:  # noqa: BLE001 - the script's own import will fail, too
@@ -559,6 +566,28 @@ def _set_variable(name: str, value: str | None) -> None:
         os.environ.pop(name, None)
     else:
         os.environ[name] = value
+
+
+def origin_before_import(name: str) -> str | None:
+    """Return the file that the import of a module would run.
+
+    The result is None if there is no such file on ``sys.path``, or if the import would also run
+    that of a package above the module.
+    """
+    path, package = None, ""
+    for part in name.split(".")[:-1]:
+        package = f"{package}.{part}".lstrip(".")
+        if package in sys.modules:
+            path = getattr(sys.modules[package], "__path__", None)
+        else:
+            spec = importlib.machinery.PathFinder.find_spec(package, path)
+            if spec is None or spec.origin is not None:
+                return None
+            path = spec.submodule_search_locations  # of a package without a file
+        if path is None:
+            return None
+    spec = importlib.machinery.PathFinder.find_spec(name, path)
+    return spec.origin if spec is not None else None
 
 
 def _origin(module: ModuleType | None, default: str | None = None) -> str | None:

@@ -120,10 +120,15 @@ class _History:
     states: int | None = None
     """How many states were taken in this history; None while there is no record of it on disk."""
 
-    def roll_back(self, ledger: Ledger) -> None:
-        """Begin a history from a loaded ledger, and forget all that belongs to the present one."""
+    def roll_back(self, ledger: Ledger, level: Level) -> None:
+        """Begin a history from a loaded ledger, and forget all that belongs to the present one.
+
+        Only a queue for ``exactly_once_effect`` goes back to the ledger. For other levels it stays
+        where it is, or is new: then its first answer gives the epoch.
+        """
         self.loads += 1
-        self.epoch, self.ledger = ledger.epoch, ledger
+        goes_back = level is Level.EXACTLY_ONCE_EFFECT
+        self.epoch, self.ledger = (ledger.epoch, ledger) if goes_back else (0, None)
         self.credits, self.own = {}, {}
         has_credits = ledger.epoch or ledger.done or ledger.partial
         self.origin = ledger.mark or (UNKNOWN if has_credits else "")
@@ -469,7 +474,7 @@ class ShardLoader:
                 f"dataset {self.name}: expected the files, shards, seed and shuffle of the "
                 "checkpoint, found others"
             )
-        self._history.roll_back(ledger)
+        self._history.roll_back(ledger, self._spec.level)
         self._begin()
 
     # --- The ledger on disk ---

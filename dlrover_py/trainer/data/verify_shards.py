@@ -80,6 +80,11 @@ class _Ledger:
     faults: list[str] = field(default_factory=list)
     """Why the surviving history is not certain, in words."""
 
+    @property
+    def newest(self) -> ShardLedgerHeader:
+        """The header of the newest file."""
+        return next(reversed(self.headers.values()))
+
 
 Survivors = list[tuple[str, int | None]]
 """The files that count, and the state up to which each does; None: to its end."""
@@ -112,8 +117,7 @@ def verify(folder: Path) -> LedgerReport:
         trained = _read(place, _surviving(ledger), ledger)
         if ledger.headers.keys() == before.headers.keys():
             break
-    newest = ledger.headers[max(ledger.headers)]
-    return _report(newest.spec, trained, epoch, ledger)
+    return _report(ledger.newest.spec, trained, epoch, ledger)
 
 
 # --- Reading ---
@@ -131,11 +135,12 @@ def _read_headers(place: Path) -> _Ledger:
         ConfigError: no file can be read.
     """
     try:
-        names = sorted(path.name for path in place.iterdir())
+        names = [path.name for path in place.iterdir()]
     except OSError as error:
         raise ConfigError(f"{place}: expected the folder of a ledger: {error.strerror}") from error
     ledger = _Ledger()
-    for name in names:
+    # By number: from 1,000,000 on they have more digits.
+    for name in sorted(names, key=lambda name: (parse_name(name) or (0, 0), name)):
         if data_ledger.parse_name(name) is not None:
             ledger.faults.append(f"{name}: an ElasticLoader has written to this ledger, too")
         if (parsed := parse_name(name)) is None:
@@ -284,7 +289,7 @@ def _put(found: dict[int, list[Run]], part: _TrainedRange, table: ShardTable) ->
 
 def _surviving(ledger: _Ledger) -> Survivors:
     """Return the files whose records have survived. Notes faults if they are not certain."""
-    newest = ledger.headers[max(ledger.headers)]
+    newest = ledger.newest
     of_run = {name: h for name, h in ledger.headers.items() if h.run == newest.run}
     if newest.spec.level is not Level.EXACTLY_ONCE_EFFECT:
         return [(name, None) for name in of_run]
@@ -337,10 +342,11 @@ def _report(spec: DatasetSpec, trained: _Trained, epoch: int, ledger: _Ledger) -
     """
     faults = ledger.faults
     recorded = sorted(trained.sure.keys() | trained.possible.keys())
-    listed = list(range(epoch + (spec.epochs is None or epoch < spec.epochs)))
+    listed: list[int] = []
     if epoch > MOST_EPOCHS:
         faults.append(f"the epoch {epoch} is too large: only those with a record are listed")
-        listed = []
+    else:
+        listed += range(epoch + (spec.epochs is None or epoch < spec.epochs))
     epochs = [
         _epoch_report(
             spec, each, (trained.sure.get(each, []), trained.possible.get(each, [])), epoch
