@@ -631,7 +631,7 @@ class Operator:
             case actions.DeleteJob(its):
                 await api.delete(JOBS, name, namespace, uid=its, propagation="Background")
             case actions.Allot(allocation):
-                granted = None if allocation is None else allocation.model_dump(by_alias=True)
+                granted = allocation and allocation.model_dump(by_alias=True, exclude_none=True)
                 status = {"allocation": granted} if granted else {}
                 there = await self._apply_status(key, uid, names.ALLOCATOR_MANAGER, status)
                 if granted:  # the next decision must know it, even before the watch tells
