@@ -163,7 +163,7 @@ async def test_a_job_is_queued_admitted_grown_and_shrunk(kube_api: Path) -> None
             _, first, _ = await steps(0, 1, 2)
             held = await reason("has admitted 2 nodes; 2 more nodes wait for quota")
             place: Obj = {"name": "a", "nodes": 2, "nodeSelector": {"pool": "a"}}
-            place |= {"tolerations": [{"operator": "Exists"}]}
+            place |= {"tolerations": [{"operator": "Exists"}], "labels": {}, "annotations": {}}
             assert held["status"]["allocation"]["placements"] == [place]
             await seen(kube, DEPLOYMENTS, MASTER, space, bool)
 
