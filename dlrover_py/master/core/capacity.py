@@ -49,6 +49,20 @@ class Capacity:
         self._avoiding_hosts = {n for n, record in self.state.nodes.items() if record.avoid}
         """Nodes that were requested with a list of hosts to avoid, and have not reported yet."""
 
+    @property
+    def places(self) -> int:
+        """The number of places that are not abandoned, those of all standbys included.
+
+        Standbys that the allocator takes back for a time leave places, as they may come back.
+        """
+        standbys = self.live.spec.worker.standby_replicas
+        return max(0, self.live.desired + standbys - self.state.abandoned_slots)
+
+    @property
+    def wanted(self) -> int:
+        """The number of nodes that the job is to have now, with the standbys it may have."""
+        return min(self.places, self.live.desired + self.live.spec.standbys)
+
     def plan_nodes(self) -> None:
         """Request missing nodes, and dismiss surplus nodes.
 
@@ -65,9 +79,8 @@ class Capacity:
         if not self.live.rules.can_create or self.unlisted or rests:
             return
         worker = self.live.spec.worker
-        desired = max(0, self.live.desired + self.live.spec.standbys - self.state.abandoned_slots)
         finishing = self.state.succeeded and self.state.pending_round is None
-        if self.state.abandoned_slots and desired < worker.minimum and not finishing:
+        if self.state.abandoned_slots and self.places < worker.minimum and not finishing:
             alone = "" if self.state.round else worker.command_remarks()
             given_up = self.state.abandoned_slots
             self._transitions.end_job(
@@ -78,7 +91,7 @@ class Capacity:
                 f"{self.live.last_loss and f'; the last loss: {self.live.last_loss}'}",
             )
             return
-        missing = desired - self.live.nodes.present
+        missing = self.wanted - self.live.nodes.present
         if missing < 0:
             if self.live.now < (settled := self.live.spec_changed_at + self.live.rules.settle_s):
                 self.live.wake(settled)  # a request for fewer nodes may be taken back
