@@ -18,13 +18,13 @@ from dlrover_py.master.core.usage import (
     percentile,
 )
 from dlrover_py.master.platform.kubernetes.pods import Given, PodContext, pod
-from dlrover_py.protocol.agents import NodeLoad
+from dlrover_py.protocol.agents import LoaderState, NodeLoad
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import LABEL_QUEUE, NodeId
 from dlrover_py.protocol.reasons import ConditionReason
 from dlrover_py.protocol.status import Condition, JobPhase
-from tests.builders import WALL, Bench, job_file, running
+from tests.builders import WALL, Bench, crash, job_file, running
 
 GIB = 1 << 30
 LACK = "out of memory: the memory limit of container main is 4Gi"
@@ -190,6 +190,48 @@ def test_a_lack_of_memory_below_the_template_ends_the_lowering_and_costs_nothing
     bench.pods.pop(NodeId("n0"), None)
     bench.settle()
     assert given_to(bench)["n5"][0] == 0, "it is not lowered again"
+
+
+def test_a_node_with_the_limit_of_the_template_that_ran_out_of_it_gets_no_less() -> None:
+    bench = running(job())
+    uses(bench, 2.0, 1.0)
+    assert advice_of(bench).message.endswith("; new nodes get 2560Mi and 1400m")
+    lose(bench, "n1", lack=True)
+    assert given_to(bench)["n3"] == (0, 1400)
+    assert bench.job.live.nodes[NodeId("n3")].relaunches == 1, "advice was not the cause"
+    (event,) = (e for e in bench.job.state.events if e.reason == "MemoryRaised")
+    assert event.message.endswith("new nodes have 8192 MiB of memory instead of 2560 MiB")
+
+
+@pytest.mark.parametrize("how", ["pod", "late", "worker"])
+def test_the_micro_batch_does_not_shrink_for_a_lack_that_advice_has_caused(how: str) -> None:
+    bench = running(job(restartCount=1))
+    uses(bench, 2.0, 1.0)
+    bench.step(NodeEnded(NodeId("n1"), "was evicted", free=True))
+    bench.agent("n1").ended = True
+    bench.pods.pop(NodeId("n1"), None)
+    bench.settle()
+    assert given_to(bench)["n3"] == (2.5, 1400)
+    for agent in bench.living():
+        agent.loader = LoaderState(micro_batch=64, share=64, loader_workers=2, most_workers=8)
+        agent.auto_tune = True
+    uses(bench, 2.0, 1.0, 5)
+    if how == "worker":
+        killed = crash().model_copy(update={"message": "was killed", "out_of_memory": LACK})
+        bench.agent("n3").fail(killed)
+        bench.settle()
+    else:
+        if how == "late":
+            bench.agent("n3").ended = True
+            bench.pass_time(10.0)
+            bench.dying.discard(NodeId("n3"))
+        lose(bench, "n3", lack=True)
+    assert bench.job.state.phase is JobPhase.RUNNING
+    assert {n for n, _ in given_to(bench).values()} == {0}
+    assert bench.job.state.tuning.tuner.micro_batch.value is None, "it is not made smaller"
+    assert {n.relaunches for n in bench.job.live.nodes if n.alive} == {0}
+    lose(bench, "n0", lack=True)
+    assert bench.job.state.tuning.tuner.micro_batch.value == 32
 
 
 def test_more_memory_is_given_before_it_runs_out_within_the_users_limits() -> None:
