@@ -97,12 +97,14 @@ def test_memory_is_never_less_than_the_peak_and_its_margin_and_advice_comes_to_r
     record, present, changes = UsageRecord(), Present(memory, cpu, minimum), 0
     for peak, cores, members in uses:
         record = measured(record, "t", [(peak, cores)], 30.0, members)
-        advice = advise(record, present, margin)
+        advice = advise(record, present, margin, memory)
+        alone = max(1.0, record.least_nodes / minimum)
+        assert advice.memory + 1 >= min(memory, record.peak * margin * alone), "for the minimum, too"
         if advice.memory != present.memory:
             changes += advice.memory < present.memory
             assert advice.memory >= max(one for one, _, _ in uses[: record_size(record)]) * margin
         after = replace(present, memory=advice.memory, cpu=advice.cpu)
-        again = advise(record, after, margin)
+        again = advise(record, after, margin, memory)
         assert (again.memory, again.cpu) == (after.memory, after.cpu), (
             "the same facts change nothing"
         )
@@ -117,12 +119,18 @@ def record_size(record: UsageRecord) -> int:
 
 def test_memory_is_not_lowered_for_fewer_nodes_than_were_measured() -> None:
     record = measured(UsageRecord(), "t", [(2 * GIB, 1.0)], 3600.0, 8)
-    small = advise(record, Present(16 * GIB, 4000, 8), 1.25)
+    small = advise(record, Present(16 * GIB, 4000, 8), 1.25, 16 * GIB)
     assert small.memory == 2.5 * GIB
-    elastic = advise(record, Present(16 * GIB, 4000, 2), 1.25)
+    elastic = advise(record, Present(16 * GIB, 4000, 2), 1.25, 16 * GIB)
     assert elastic.memory == 10 * GIB, "with 2 nodes each may have four times the state"
     assert "with 2 nodes it may need up to 4 times the memory of 8" in elastic.why
-    assert advise(record, Present(16 * GIB, 4000, 1), 1.25).memory == 16 * GIB
+    assert advise(record, Present(16 * GIB, 4000, 1), 1.25, 16 * GIB).memory == 16 * GIB
+    record = measured(record, "t", [(round(2.5 * GIB), 1.0)], 30.0, 8)
+    for present, more in ((2.5, 12.5), (10, 12.5), (12.5, 12.5)):
+        advice = advise(record, Present(round(present * GIB), 4000, 2), 1.25, 16 * GIB)
+        assert advice.memory == more * GIB, "what was lowered is raised for the minimum, too"
+    least = advise(record, Present(4 * GIB, 4000, 2), 1.25, 4 * GIB)
+    assert least.memory == 4 * GIB, "a template with less is the user's choice"
 
 
 def test_cpus_are_those_that_suffice_most_of_the_time() -> None:
@@ -132,9 +140,9 @@ def test_cpus_are_those_that_suffice_most_of_the_time() -> None:
     assert 2.0 <= percentile(record.cores, 0.95) <= 2.2
     assert percentile(record.cores, 0.97) >= 30
     assert percentile({}, 0.95) == 0
-    advice = advise(record, Present(2 * GIB, 8000, 1), 1.25)
+    advice = advise(record, Present(2 * GIB, 8000, 1), 1.25, 2 * GIB)
     assert 2500 <= advice.cpu <= 2800
-    assert advise(record, Present(2 * GIB, 0, 1), 1.25).cpu == 0, "without a request there is none"
+    assert advise(record, Present(2 * GIB, 0, 1), 1.25, 2 * GIB).cpu == 0, "without a request there is none"
 
 
 def test_the_record_stays_small_and_new_measurements_count_more() -> None:
@@ -162,11 +170,15 @@ def test_new_nodes_get_less_and_nodes_that_run_stay_as_they_are() -> None:
     assert bench.reasons().count("ResourcesAdvised") == 1
     lose(bench, "n1")
     assert given_to(bench) == {"n0": (0, 0), "n2": (0, 0), "n3": (2.5, 1400)}
-    uses(bench, 2.05, 1.0)
-    assert bench.reasons().count("ResourcesAdvised") == 2, "more memory is said at once"
+    for step in range(9):
+        uses(bench, 2.05 + step / 100, 1.0, 35)
+    assert advice_of(bench).message.startswith("memory 2752Mi instead of 8192Mi")
+    assert bench.reasons().count("ResourcesAdvised") == 1, "small steps are no events"
     bench.restart_master()
     lose(bench, "n2")
-    assert given_to(bench)["n4"] == (2.5625, 1400)
+    assert given_to(bench)["n4"] == (2.6875, 1400), "more memory counts at once"
+    uses(bench, 2.4, 1.0, 65)
+    assert bench.reasons().count("ResourcesAdvised") == 2
 
 
 def test_a_lack_of_memory_below_the_template_ends_the_lowering_and_costs_nothing() -> None:

@@ -103,24 +103,25 @@ def measured(
     )
 
 
-def advise(record: UsageRecord, present: Present, margin: float) -> Advice:
+def advise(record: UsageRecord, present: Present, margin: float, template: int) -> Advice:
     """Return the memory and CPUs that follow from what was measured.
 
-    Memory is never less than the peak times the margin. It is lowered only as far as the job could
-    still run with its minimum of nodes: a state that is sharded over ``k`` times as many nodes may
-    take ``k`` times the memory there.
+    Memory is never less than the peak times the margin. It is below that of the template only as
+    far as the job could still run with its minimum of nodes: a state that is sharded over ``k``
+    times as many nodes may take ``k`` times the memory there.
 
     Args:
         record: What was measured.
         present: What new nodes have now.
         margin: What is advised, divided by what is used.
+        template: The memory limit that the template has, in bytes.
     """
     need = _up(record.peak * margin, MEMORY_STEP)
     alone = max(1.0, record.least_nodes / present.minimum)
     safe = _up(record.peak * margin * alone, MEMORY_STEP)
-    memory = present.memory
-    if need > present.memory:
-        memory = need
+    memory, least = present.memory, max(need, min(safe, template))
+    if memory < least:
+        memory = least
     elif safe < present.memory * (1 - WORTH):
         memory = safe
     often = percentile(record.cores, OFTEN)
