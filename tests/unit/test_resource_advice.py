@@ -99,7 +99,9 @@ def test_memory_is_never_less_than_the_peak_and_its_margin_and_advice_comes_to_r
         record = measured(record, "t", [(peak, cores)], 30.0, members)
         advice = advise(record, present, margin, memory)
         alone = max(1.0, record.least_nodes / minimum)
-        assert advice.memory + 1 >= min(memory, record.peak * margin * alone), "for the minimum, too"
+        assert advice.memory + 1 >= min(memory, record.peak * margin * alone), (
+            "for the minimum, too"
+        )
         if advice.memory != present.memory:
             changes += advice.memory < present.memory
             assert advice.memory >= max(one for one, _, _ in uses[: record_size(record)]) * margin
@@ -142,7 +144,9 @@ def test_cpus_are_those_that_suffice_most_of_the_time() -> None:
     assert percentile({}, 0.95) == 0
     advice = advise(record, Present(2 * GIB, 8000, 1), 1.25, 2 * GIB)
     assert 2500 <= advice.cpu <= 2800
-    assert advise(record, Present(2 * GIB, 0, 1), 1.25, 2 * GIB).cpu == 0, "without a request there is none"
+    assert advise(record, Present(2 * GIB, 0, 1), 1.25, 2 * GIB).cpu == 0, (
+        "without a request there is none"
+    )
 
 
 def test_the_record_stays_small_and_new_measurements_count_more() -> None:
