@@ -329,6 +329,10 @@ def test_a_pod_has_what_it_is_given() -> None:
         "requests": {"memory": str(2 * GIB), "cpu": "1300m"},
     }
     assert resources(found, Given())["requests"] == {"memory": "8Gi", "cpu": 4}
+    older = Given(2 * GIB, 1300, "of another template")
+    assert resources(found, older)["requests"] == {"memory": "8Gi", "cpu": 4}
+    more = resources(found, Given(16 * GIB, 0, "of another template"))
+    assert more["limits"]["memory"] == str(16 * GIB), "a raise counts for any template"
     (main,) = found["spec"]["replicaSpecs"]["worker"]["template"]["spec"]["containers"]
     main["resources"]["limits"]["cpu"] = 6
     assert resources(found, Given(0, 9000))["requests"]["cpu"] == "6000m", "not above the limit"
