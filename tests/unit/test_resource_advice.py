@@ -23,6 +23,7 @@ from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import LABEL_QUEUE, NodeId
 from dlrover_py.protocol.reasons import ConditionReason
+from dlrover_py.protocol.resource_advice import cpu_milli
 from dlrover_py.protocol.status import Condition, JobPhase
 from tests.builders import WALL, Bench, crash, job_file, running
 
@@ -344,5 +345,27 @@ def test_cpus_of_its_own_are_not_taken_from_a_container() -> None:
     main["resources"]["limits"]["cpu"] = "4"
     bench = running(ElasticJob.parse(found))
     uses(bench, 2.0, 1.0)
+    assert "CPU request" not in advice_of(bench).message
     lose(bench, "n1")
     assert given_to(bench)["n3"] == (2.5, 0)
+
+
+def test_a_cpu_request_is_advised_up_to_the_limit_and_not_beside_cpus_of_the_whole_pod() -> None:
+    found = document()
+    spec = found["spec"]["replicaSpecs"]["worker"]["template"]["spec"]
+    spec["containers"][0]["resources"]["limits"]["cpu"] = 6
+    bench = running(ElasticJob.parse(found))
+    uses(bench, 2.0, 5.5)
+    assert "CPU request 6000m instead of 4000m" in advice_of(bench).message
+    assert advice_of(bench).message.endswith("; new nodes get 2560Mi and 6000m")
+    spec["resources"] = {"requests": {"cpu": 8}}
+    bench = running(ElasticJob.parse(found))
+    uses(bench, 2.0, 1.0)
+    assert "CPU request" not in advice_of(bench).message
+    lose(bench, "n1")
+    assert given_to(bench)["n3"] == (2.5, 0)
+
+
+@pytest.mark.parametrize("cpu", ["9e999999", "1e5000", "-1", "x", "", 1e300, [], {}, None])
+def test_a_number_of_cpus_of_another_form_is_none(cpu: Any) -> None:
+    assert cpu_milli({"resources": {"limits": {"cpu": cpu}}}, "limits") == 0

@@ -100,9 +100,11 @@ class ResourceAdvice:
             self.live.resource_advice = ConditionReason.MEASURING, words
             return
         worker = self.live.spec.worker
-        present = template = Present(worker.memory, worker.cpu, worker.minimum)
+        cpu = 0 if worker.has_own_cpus else worker.cpu  # these stay, so there is nothing to say
+        present = template = Present(worker.memory, cpu, worker.minimum, worker.cpu_limit)
         if new.advised_for == usage.template:
-            present = replace(template, memory=new.advised_memory, cpu=new.advised_cpu)
+            advised_cpu = new.advised_cpu if cpu else 0
+            present = replace(template, memory=new.advised_memory, cpu=advised_cpu)
         advice = advise(usage, present, spec.margin, template.memory)
         if new.lack == usage.template and advice.memory < template.memory:
             advice = replace(advice, memory=template.memory)  # less was not enough

@@ -53,6 +53,8 @@ class Present:
     """CPU request in thousandths of a CPU; 0 if there is none."""
     minimum: int
     """Least number of nodes of a round."""
+    cpu_limit: int = 0
+    """CPU limit in thousandths of a CPU, which no request exceeds; 0 if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,7 @@ def advise(record: UsageRecord, present: Present, margin: float, template: int) 
         memory = safe
     often = percentile(record.cores, OFTEN)
     cpu = _up(1000 * often * margin, CPU_STEP)
+    cpu = min(cpu, present.cpu_limit or cpu)
     if not present.cpu or abs(cpu - present.cpu) < WORTH * present.cpu:
         cpu = present.cpu
     why = (
