@@ -460,8 +460,18 @@ class ReplicaSpec(Role):
 
     @property
     def cpu(self) -> int:
-        """The CPU request of the main container in thousandths; 0 if the template has none."""
-        return cpu_milli(self._main, "requests")
+        """The CPU request of the main container in thousandths; 0 if the template has none.
+
+        It is also 0 if the template has CPUs of the whole Pod (``spec.resources``).
+        """
+        spec = _mapping(self.template.get("spec"))
+        of_pod = cpu_milli(spec, "requests") or cpu_milli(spec, "limits")
+        return 0 if of_pod else cpu_milli(self._main, "requests")
+
+    @property
+    def cpu_limit(self) -> int:
+        """The CPU limit of the main container in thousandths; 0 if the template has none."""
+        return cpu_milli(self._main, "limits")
 
     @property
     def has_own_cpus(self) -> bool:

@@ -118,7 +118,7 @@ def cpu_milli(container: Mapping[str, Any], kind: Literal["limits", "requests"])
         found = found.get(name) if isinstance(found, Mapping) else None
     try:
         value = quantity(str(found)) * 1000
-    except ValueError:
+    except (ValueError, ArithmeticError):
         return 0
     return math.ceil(value) if 0 < value <= MOST_MILLI else 0
 

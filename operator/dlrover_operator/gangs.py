@@ -100,8 +100,8 @@ class Gangs:
             return None
         key = namespace, gang.name
         group = next((g for k, g in self._views.items(gang.kind) if k == key), None)
-        if gang.part and group is not None:  # a Workload without this group is another's
-            group = group.get(gang.part) or PodGroup("", 0)
+        if gang.part and group is not None:
+            group = PodGroup.part(group, gang.part)
         return replace(gang, group=group, missing=missing)
 
 

@@ -42,6 +42,9 @@ WAITING_STEPS = 8
 """Greatest number of steps of a job that wait for quota at the same time."""
 SEEN_S = 2.0
 """Seconds after a smaller allocation before quota is given back: the master must have read it."""
+MOST_OWN = 48
+"""Kinds of hosts of a job from which on further Workloads share those of their flavors, whatever
+their checks say of Pods. An allocation may have 64 of them."""
 SUSPENDED = "held back: the job was suspended"
 OF_POD = (
     *("nodeSelector", "tolerations", "affinity", "overhead", "runtimeClassName"),
@@ -72,8 +75,12 @@ class PodUpdates:
 
     @classmethod
     def of(cls, status: Obj) -> Self:
-        """Return what the checks in a Workload's status that are ready have said."""
+        """Return what the checks in a Workload's status that are ready have said.
+
+        The order of the checks, and of their tolerations, does not matter.
+        """
         checks = [c for c in status.get("admissionChecks") or () if c.get("state") == "Ready"]
+        checks.sort(key=lambda check: str(check.get("name")))
         # There is one set of Pods.
         found = [one for check in checks for one in check.get("podSetUpdates") or ()]
 
@@ -81,14 +88,12 @@ class PodUpdates:
             return {k: v for one in found for k, v in (one.get(name) or {}).items()}
 
         more = [toleration for one in found for toleration in one.get("tolerations") or ()]
+        more.sort(key=lambda one: json.dumps(one, sort_keys=True))
         return cls(merged("labels"), merged("annotations"), merged("nodeSelector"), tuple(more))
 
-    @property
-    def digest(self) -> str:
-        """Return a short text that tells these updates from others; empty if there are none."""
-        if not (self.labels or self.annotations or self.node_selector or self.tolerations):
-            return ""
-        return _digest([self.labels, self.annotations, self.node_selector, self.tolerations])
+    def __bool__(self) -> bool:
+        """Return whether there are any."""
+        return bool(self.labels or self.annotations or self.node_selector or self.tolerations)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,13 +162,16 @@ class Workload:
 
     @property
     def placement(self) -> str:
-        """Return the name of the kind of hosts on which its Pods are placed."""
-        name = ".".join(self.flavors)
-        if updates := self.updates.digest:
-            name = f"{name or 'any'}-{updates}"
-        if len(name) <= 63:
-            return name
-        return f"{name[:50].rstrip('.-')}-{_digest(name)}"
+        """Return the name of the kind of hosts that its flavors are."""
+        return _short(".".join(self.flavors))
+
+    @property
+    def own_placement(self) -> str:
+        """Return the name of a kind of hosts for its Pods alone; no flavor has such a name.
+
+        What the checks have said is no part of it: Pods that run stay when that changes.
+        """
+        return _short(f"{'.'.join(self.flavors) or 'any'}_{self.step}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +306,30 @@ class _Decision:
         self._standbys: int = worker.get("standbyReplicas") or 0
         self._pods = max(held.total(), wanted + self._standbys if wanted else 0)
         """Pods that hold resources, or may do so soon."""
+        self._placement = self._placement_of_each()
+        """Name of the kind of hosts of each Workload with quota, by the name of the Workload."""
+
+    def _placement_of_each(self) -> dict[str, str]:
+        """Return the name of the kind of hosts of each Workload with quota, by its name.
+
+        Workloads of the same flavors share one. If the checks of a Workload have said something of
+        its Pods, it has one of its own. But it keeps the one that it was given, so that its Pods
+        stay: with checks that speak later, or of a time before operators heard them.
+        """
+        granted = {} if self._granted is None else {p.name: p for p in self._granted.placements}
+        left = Counter({name: place.nodes for name, place in granted.items()})
+        found: dict[str, str] = {}
+
+        def turn(one: Workload) -> tuple[bool, bool, int]:
+            return bool(one.updates), not one.admitted or one.leaving, one.step
+
+        for one in sorted((w for w in self._own if w.reserved), key=turn):
+            own, shared = one.own_placement, one.placement
+            full = len(set(found.values())) >= MOST_OWN
+            alone = own in granted or (one.updates and left[shared] < one.nodes and not full)
+            place = found[one.name] = own if alone else shared
+            left[place] -= one.nodes
+        return found
 
     def _is_over(self, held: Counter[str]) -> bool:
         """Return whether no master creates Pods any more, whatever one has reported last.
@@ -490,27 +522,30 @@ class _Decision:
 
         All flavors of the Workloads must be known.
         """
-        found: dict[str, PodPlace] = {}
+        groups: dict[str, list[Workload]] = {}
         for one in admitted:
-            before = found.get(one.placement)
-            if before is not None:
-                nodes = before.nodes + one.nodes
-                found[one.placement] = before.model_copy(update={"nodes": nodes})
-                continue
-            flavors = [self._cluster.flavors[name] for name in one.flavors]
-            found[one.placement] = PodPlace(
-                name=one.placement,
-                nodes=one.nodes,
+            groups.setdefault(self._placement[one.name], []).append(one)
+        found = []
+        for name, some in sorted(groups.items()):
+            flavors = [self._cluster.flavors[flavor] for flavor in some[0].flavors]
+            # Pods of several Workloads cannot be told apart, so all must say the same.
+            updates = some[0].updates
+            if any(one.updates != updates for one in some):
+                updates = PodUpdates()
+            place = PodPlace(
+                name=name,
+                nodes=sum(one.nodes for one in some),
                 node_selector={k: v for f in flavors for k, v in f.labels.items()}
-                | dict(one.updates.node_selector),
+                | dict(updates.node_selector),
                 tolerations=[
                     *(toleration for f in flavors for toleration in f.tolerations),
-                    *one.updates.tolerations,
+                    *updates.tolerations,
                 ],
-                labels=dict(one.updates.labels),
-                annotations=dict(one.updates.annotations),
+                labels=dict(updates.labels),
+                annotations=dict(updates.annotations),
             )
-        return [found[name] for name in sorted(found)]
+            found.append(place)
+        return found
 
     def _released(self, unwanted: Iterable[Workload], allocation: NodeAllocation | None) -> Changes:
         """Return the change of the allocation, and the Workloads that can be deleted now.
@@ -526,7 +561,7 @@ class _Decision:
         quota = Counter[str]()
         for one in self._own:
             if one.reserved:
-                quota[one.placement] += one.nodes
+                quota[self._placement[one.name]] += one.nodes
         unplaced = sum(n for place, n in self._held.items() if place not in quota)
         granted = allocation or self._granted
         recent = granted is not None and 0 <= self._now - granted.since < SEEN_S
@@ -537,11 +572,12 @@ class _Decision:
             if not one.reserved:
                 delete.append(one)
                 continue
-            here = quota[one.placement] - one.nodes
-            fits = self._held[one.placement] + unplaced <= here
+            place = self._placement[one.name]
+            here = quota[place] - one.nodes
+            fits = self._held[place] + unplaced <= here
             fits &= self._pods <= quota.total() - one.nodes
             if fits and not (recent and self._pods):
-                quota[one.placement] = here
+                quota[place] = here
                 delete.append(one)
             else:
                 waits = True
@@ -577,9 +613,11 @@ class _Decision:
         return None if made == old else made
 
 
-def _digest(value: object) -> str:
-    """Return a short digest of a value that JSON can have."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
+def _short(name: str) -> str:
+    """Return a name that may be the value of a label: a long one ends with its digest."""
+    if len(name) <= 63:
+        return name
+    return f"{name[:50].rstrip('._-')}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
 
 
 def _rest(changes: Changes) -> tuple[tuple[Workload, ...], NodeAllocation | None, bool]:

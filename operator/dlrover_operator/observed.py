@@ -1,6 +1,7 @@
 """The operator's view of a job and its objects, made from what the API server stores."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NewType, Self
 
@@ -196,6 +197,21 @@ class PodGroup:
         return {
             name: replace(whole, minimum=gang.get("minCount") or 0) for name, gang in gangs.items()
         }
+
+    @classmethod
+    def part(cls, groups: Mapping[str, Self], name: str) -> Self:
+        """Return the view of one group of a Workload.
+
+        If the Workload has no such group, its template has named another one before. The minimum is
+        0 then, and the owner that of the Workload. A Workload without groups is nobody's.
+
+        Args:
+            groups: the groups of the Workload, by name.
+            name: name of the group.
+        """
+        if name in groups:
+            return groups[name]
+        return replace(next(iter(groups.values()), cls("", 0)), minimum=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,6 +85,25 @@ def test_a_job_without_nodes_is_held_back_and_goes_on() -> None:
     assert len(bench.members) == 2
 
 
+def test_a_standby_that_is_taken_back_fails_no_job_whose_place_was_abandoned() -> None:
+    spec = elastic_job(2, 2, standby=1, restarts=0)
+    bench = started(spec.allocated(NodeAllocation(nodes=2)))
+    bench.kill(NodeId(bench.members[1]))
+    bench.settle()
+    assert bench.job.state.abandoned_slots == 1
+    kept = bench.members
+    assert len(kept) == 2, "the standby took over"
+    for standbys in (0, 1, 0):
+        bench.spec = bench.spec.allocated(NodeAllocation(nodes=2, standbys=standbys))
+        bench.step(JobChanged(bench.spec))
+        bench.settle()
+        assert (bench.job.state.phase, bench.members) == (JobPhase.RUNNING, kept)
+        assert len(bench.pods) == 2, "an abandoned place stays empty"
+    bench.kill(NodeId(kept[0]))
+    bench.settle()
+    assert bench.job.state.phase is JobPhase.FAILED
+
+
 def test_the_next_master_keeps_the_allocation() -> None:
     bench = started(elastic_job(6, 2))
     allocate(bench, 3)

@@ -156,6 +156,21 @@ def test_it_has_the_minimum_of_its_job_and_no_other_owner(
     assert condition["status"] == str(true)
 
 
+def test_a_group_of_a_workload_that_has_another_name_now_is_written_anew() -> None:
+    read = ElasticJob.read(job())
+    made = change(read, PART)
+    assert made is not None
+    renamed = replace(PART, part="h")
+    found = PodGroup.part(PodGroup.parts(made), "h")
+    assert found == PodGroup("u", 0)
+    again = change(read, replace(renamed, group=found))
+    assert again is not None
+    assert [one["name"] for one in again["spec"]["podGroups"]] == ["h"]
+    right = PodGroup.part(PodGroup.parts(again), "h")
+    assert change(read, replace(renamed, group=right)) is None
+    assert PodGroup.part({}, "h") == PodGroup("", 0), "a Workload without groups is another's"
+
+
 def test_without_a_group_nothing_is_said() -> None:
     made = plan(ObservedJob(job()), 1.8e9, Options(image="i"))
     assert "GangReady" not in str(made)

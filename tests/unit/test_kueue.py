@@ -519,7 +519,9 @@ def test_no_job_has_two_managers() -> None:
 
 def test_flavors_of_several_resources_are_one_place_with_a_short_name() -> None:
     both = Workload("w", "u", ("default", "o"), 0, 1, "q", "r", flavors=("a" * 40, "b" * 40))
-    assert len(both.placement) == 63
+    assert both.placement == "a" * 40 + "." + "b" * 9 + "-9824946b940f", "as in earlier operators"
+    assert len(both.own_placement) == 63
+    assert both.own_placement != replace(both, step=1).own_placement
     assert both.placement != replace(both, flavors=("a" * 40, "c" * 40)).placement
 
 
@@ -554,7 +556,7 @@ def test_what_admission_checks_say_of_pods_reaches_those_of_their_workload_alone
     plain, updated = world.job["status"]["allocation"]["placements"]
     assert (plain["name"], plain["nodes"]) == ("stable", 4)
     assert plain["annotations"] == {}
-    assert updated["name"].startswith("stable-")
+    assert updated["name"] == "stable_3"
     assert updated["nodes"] == 1
     assert updated["nodeSelector"] == {"pool": "stable", "made-by": "request-3"}
     assert updated["annotations"] == {CHECK: "request-3"}
@@ -564,6 +566,73 @@ def test_what_admission_checks_say_of_pods_reaches_those_of_their_workload_alone
         world.objects[name] | {"status": status | {"admissionChecks": [check | {"state": "Retry"}]}}
     )
     assert pending.updates == PodUpdates()
+
+
+def told(world: World, *steps: int, request: str) -> None:
+    """Have the checks of Workloads say something of their Pods, other than of each other's."""
+    for step in steps:
+        name = f"elasticjob-x-u-x-{step}"
+        updates = PodUpdates(annotations={CHECK: f"{request}-{step}"})
+        world.workloads[name] = replace(world.workloads[name], updates=updates)
+
+
+def test_pods_that_run_stay_whatever_checks_say_later() -> None:
+    world = running()
+    before = list(world.pods)
+    assert before == ["stable"] * 4
+    told(world, 0, 1, 2, request="a")  # such as at the upgrade of an operator that did not listen
+    world.settle()
+    (place,) = world.job["status"]["allocation"]["placements"]
+    assert (place["name"], place["nodes"], place["annotations"]) == ("stable", 4, {})
+    assert world.pods == before
+    world.job["spec"]["replicaSpecs"]["worker"]["replicas"] = 5
+    world.settle()
+    world.admit(3)
+    told(world, 3, request="a")
+    world.settle()
+    assert world.pods == [*before, "stable_3"]
+    for request, number in (("b", "b-3"), ("", "-3")):
+        told(world, 0, 1, 2, 3, request=request)
+        world.settle()
+        own = world.job["status"]["allocation"]["placements"][1]
+        assert (own["name"], own["annotations"]) == ("stable_3", {CHECK: number})
+        assert world.pods == [*before, "stable_3"]
+    name = "elasticjob-x-u-x-3"
+    world.workloads[name] = replace(world.workloads[name], updates=PodUpdates())
+    world.settle()
+    assert world.pods == [*before, "stable_3"], "a check is not ready any more"
+    world.evict(1)
+    world.settle()
+    assert sorted(world.pods) == [*before[:3], "stable_3"], "its quota was of the shared place"
+
+
+def test_the_order_of_checks_does_not_matter() -> None:
+    checks = [
+        {
+            "name": name,
+            "state": "Ready",
+            "podSetUpdates": [{"labels": {"same": name}, "tolerations": [{"key": name}]}],
+        }
+        for name in ("one", "two")
+    ]
+    found = [PodUpdates.of({"admissionChecks": order}) for order in (checks, checks[::-1])]
+    assert found[0] == found[1]
+    assert bool(found[0])
+
+
+def test_a_job_of_many_workloads_has_no_more_places_than_an_allocation_may_have() -> None:
+    world = World(job(most=80, least=1))
+    for _ in range(12):
+        world.operate()
+        for one in list(world.workloads.values()):
+            if not one.reserved:
+                world.admit(one.step)
+                told(world, one.step, request="a")
+    world.settle()
+    places = world.job["status"]["allocation"]["placements"]
+    assert sum(place["nodes"] for place in places) == 80
+    assert len(places) == 49
+    assert len(world.pods) == 80
 
 
 def test_more_standbys_than_the_quota_has_cost_no_nodes() -> None:
@@ -669,7 +738,7 @@ ACTIONS = st.lists(
     st.sampled_from(
         [
             *("operate", "read", "time", "create", "end", "lose", "admit", "spot", "evict"),
-            *("more", "fewer", "suspend", "resume", "publish", "silence"),
+            *("more", "fewer", "suspend", "resume", "publish", "silence", "tell"),
         ]
     ),
     min_size=20,
@@ -719,13 +788,17 @@ def test_quota_always_covers_the_pods(
                 base = any(w.step == 0 and w.admitted for w in world.workloads.values())
                 rests = not base or world.job["spec"].get("suspend")
                 assert rests or world.nodes >= unit, "a step cost the whole job"
+            case "tell" if world.workloads:
+                one = random.choice(list(world.workloads.values()))
+                told(world, one.step, request=random.choice("ab"))
             case "more":
                 worker["replicas"] = 4 * unit
             case "fewer":
                 worker["replicas"] = 2 * unit
             case "suspend" | "resume":
                 world.job["spec"]["suspend"] = act == "suspend"
-        quota, pods = world.quota(), Counter(world.pods)
+        # Kueue counts by flavor, and each place is of one flavor.
+        quota, pods = world.quota(), Counter(place.partition("_")[0] for place in world.pods)
         assert all(pods[place] <= quota[place] for place in pods), (act, pods, quota)
     world.job["spec"]["suspend"] = False
     for _ in range(5):

@@ -18,13 +18,14 @@ from dlrover_py.master.core.usage import (
     percentile,
 )
 from dlrover_py.master.platform.kubernetes.pods import Given, PodContext, pod
-from dlrover_py.protocol.agents import NodeLoad
+from dlrover_py.protocol.agents import LoaderState, NodeLoad
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import LABEL_QUEUE, NodeId
 from dlrover_py.protocol.reasons import ConditionReason
+from dlrover_py.protocol.resource_advice import cpu_milli
 from dlrover_py.protocol.status import Condition, JobPhase
-from tests.builders import WALL, Bench, job_file, running
+from tests.builders import WALL, Bench, crash, job_file, running
 
 GIB = 1 << 30
 LACK = "out of memory: the memory limit of container main is 4Gi"
@@ -97,12 +98,16 @@ def test_memory_is_never_less_than_the_peak_and_its_margin_and_advice_comes_to_r
     record, present, changes = UsageRecord(), Present(memory, cpu, minimum), 0
     for peak, cores, members in uses:
         record = measured(record, "t", [(peak, cores)], 30.0, members)
-        advice = advise(record, present, margin)
+        advice = advise(record, present, margin, memory)
+        alone = max(1.0, record.least_nodes / minimum)
+        assert advice.memory + 1 >= min(memory, record.peak * margin * alone), (
+            "for the minimum, too"
+        )
         if advice.memory != present.memory:
             changes += advice.memory < present.memory
             assert advice.memory >= max(one for one, _, _ in uses[: record_size(record)]) * margin
         after = replace(present, memory=advice.memory, cpu=advice.cpu)
-        again = advise(record, after, margin)
+        again = advise(record, after, margin, memory)
         assert (again.memory, again.cpu) == (after.memory, after.cpu), (
             "the same facts change nothing"
         )
@@ -117,12 +122,18 @@ def record_size(record: UsageRecord) -> int:
 
 def test_memory_is_not_lowered_for_fewer_nodes_than_were_measured() -> None:
     record = measured(UsageRecord(), "t", [(2 * GIB, 1.0)], 3600.0, 8)
-    small = advise(record, Present(16 * GIB, 4000, 8), 1.25)
+    small = advise(record, Present(16 * GIB, 4000, 8), 1.25, 16 * GIB)
     assert small.memory == 2.5 * GIB
-    elastic = advise(record, Present(16 * GIB, 4000, 2), 1.25)
+    elastic = advise(record, Present(16 * GIB, 4000, 2), 1.25, 16 * GIB)
     assert elastic.memory == 10 * GIB, "with 2 nodes each may have four times the state"
     assert "with 2 nodes it may need up to 4 times the memory of 8" in elastic.why
-    assert advise(record, Present(16 * GIB, 4000, 1), 1.25).memory == 16 * GIB
+    assert advise(record, Present(16 * GIB, 4000, 1), 1.25, 16 * GIB).memory == 16 * GIB
+    record = measured(record, "t", [(round(2.5 * GIB), 1.0)], 30.0, 8)
+    for present, more in ((2.5, 12.5), (10, 12.5), (12.5, 12.5)):
+        advice = advise(record, Present(round(present * GIB), 4000, 2), 1.25, 16 * GIB)
+        assert advice.memory == more * GIB, "what was lowered is raised for the minimum, too"
+    least = advise(record, Present(4 * GIB, 4000, 2), 1.25, 4 * GIB)
+    assert least.memory == 4 * GIB, "a template with less is the user's choice"
 
 
 def test_cpus_are_those_that_suffice_most_of_the_time() -> None:
@@ -132,9 +143,11 @@ def test_cpus_are_those_that_suffice_most_of_the_time() -> None:
     assert 2.0 <= percentile(record.cores, 0.95) <= 2.2
     assert percentile(record.cores, 0.97) >= 30
     assert percentile({}, 0.95) == 0
-    advice = advise(record, Present(2 * GIB, 8000, 1), 1.25)
+    advice = advise(record, Present(2 * GIB, 8000, 1), 1.25, 2 * GIB)
     assert 2500 <= advice.cpu <= 2800
-    assert advise(record, Present(2 * GIB, 0, 1), 1.25).cpu == 0, "without a request there is none"
+    assert advise(record, Present(2 * GIB, 0, 1), 1.25, 2 * GIB).cpu == 0, (
+        "without a request there is none"
+    )
 
 
 def test_the_record_stays_small_and_new_measurements_count_more() -> None:
@@ -162,11 +175,15 @@ def test_new_nodes_get_less_and_nodes_that_run_stay_as_they_are() -> None:
     assert bench.reasons().count("ResourcesAdvised") == 1
     lose(bench, "n1")
     assert given_to(bench) == {"n0": (0, 0), "n2": (0, 0), "n3": (2.5, 1400)}
-    uses(bench, 2.05, 1.0)
-    assert bench.reasons().count("ResourcesAdvised") == 2, "more memory is said at once"
+    for step in range(9):
+        uses(bench, 2.05 + step / 100, 1.0, 35)
+    assert advice_of(bench).message.startswith("memory 2752Mi instead of 8192Mi")
+    assert bench.reasons().count("ResourcesAdvised") == 1, "small steps are no events"
     bench.restart_master()
     lose(bench, "n2")
-    assert given_to(bench)["n4"] == (2.5625, 1400)
+    assert given_to(bench)["n4"] == (2.6875, 1400), "more memory counts at once"
+    uses(bench, 2.4, 1.0, 65)
+    assert bench.reasons().count("ResourcesAdvised") == 2
 
 
 def test_a_lack_of_memory_below_the_template_ends_the_lowering_and_costs_nothing() -> None:
@@ -190,6 +207,48 @@ def test_a_lack_of_memory_below_the_template_ends_the_lowering_and_costs_nothing
     bench.pods.pop(NodeId("n0"), None)
     bench.settle()
     assert given_to(bench)["n5"][0] == 0, "it is not lowered again"
+
+
+def test_a_node_with_the_limit_of_the_template_that_ran_out_of_it_gets_no_less() -> None:
+    bench = running(job())
+    uses(bench, 2.0, 1.0)
+    assert advice_of(bench).message.endswith("; new nodes get 2560Mi and 1400m")
+    lose(bench, "n1", lack=True)
+    assert given_to(bench)["n3"] == (0, 1400)
+    assert bench.job.live.nodes[NodeId("n3")].relaunches == 1, "advice was not the cause"
+    (event,) = (e for e in bench.job.state.events if e.reason == "MemoryRaised")
+    assert event.message.endswith("new nodes have 8192 MiB of memory instead of 2560 MiB")
+
+
+@pytest.mark.parametrize("how", ["pod", "late", "worker"])
+def test_the_micro_batch_does_not_shrink_for_a_lack_that_advice_has_caused(how: str) -> None:
+    bench = running(job(restartCount=1))
+    uses(bench, 2.0, 1.0)
+    bench.step(NodeEnded(NodeId("n1"), "was evicted", free=True))
+    bench.agent("n1").ended = True
+    bench.pods.pop(NodeId("n1"), None)
+    bench.settle()
+    assert given_to(bench)["n3"] == (2.5, 1400)
+    for agent in bench.living():
+        agent.loader = LoaderState(micro_batch=64, share=64, loader_workers=2, most_workers=8)
+        agent.auto_tune = True
+    uses(bench, 2.0, 1.0, 5)
+    if how == "worker":
+        killed = crash().model_copy(update={"message": "was killed", "out_of_memory": LACK})
+        bench.agent("n3").fail(killed)
+        bench.settle()
+    else:
+        if how == "late":
+            bench.agent("n3").ended = True
+            bench.pass_time(10.0)
+            bench.dying.discard(NodeId("n3"))
+        lose(bench, "n3", lack=True)
+    assert bench.job.state.phase is JobPhase.RUNNING
+    assert {n for n, _ in given_to(bench).values()} == {0}
+    assert bench.job.state.tuning.tuner.micro_batch.value is None, "it is not made smaller"
+    assert {n.relaunches for n in bench.job.live.nodes if n.alive} == {0}
+    lose(bench, "n0", lack=True)
+    assert bench.job.state.tuning.tuner.micro_batch.value == 32
 
 
 def test_more_memory_is_given_before_it_runs_out_within_the_users_limits() -> None:
@@ -271,6 +330,10 @@ def test_a_pod_has_what_it_is_given() -> None:
         "requests": {"memory": str(2 * GIB), "cpu": "1300m"},
     }
     assert resources(found, Given())["requests"] == {"memory": "8Gi", "cpu": 4}
+    older = Given(2 * GIB, 1300, "of another template")
+    assert resources(found, older)["requests"] == {"memory": "8Gi", "cpu": 4}
+    more = resources(found, Given(16 * GIB, 0, "of another template"))
+    assert more["limits"]["memory"] == str(16 * GIB), "a raise counts for any template"
     (main,) = found["spec"]["replicaSpecs"]["worker"]["template"]["spec"]["containers"]
     main["resources"]["limits"]["cpu"] = 6
     assert resources(found, Given(0, 9000))["requests"]["cpu"] == "6000m", "not above the limit"
@@ -282,5 +345,27 @@ def test_cpus_of_its_own_are_not_taken_from_a_container() -> None:
     main["resources"]["limits"]["cpu"] = "4"
     bench = running(ElasticJob.parse(found))
     uses(bench, 2.0, 1.0)
+    assert "CPU request" not in advice_of(bench).message
     lose(bench, "n1")
     assert given_to(bench)["n3"] == (2.5, 0)
+
+
+def test_a_cpu_request_is_advised_up_to_the_limit_and_not_beside_cpus_of_the_whole_pod() -> None:
+    found = document()
+    spec = found["spec"]["replicaSpecs"]["worker"]["template"]["spec"]
+    spec["containers"][0]["resources"]["limits"]["cpu"] = 6
+    bench = running(ElasticJob.parse(found))
+    uses(bench, 2.0, 5.5)
+    assert "CPU request 6000m instead of 4000m" in advice_of(bench).message
+    assert advice_of(bench).message.endswith("; new nodes get 2560Mi and 6000m")
+    spec["resources"] = {"requests": {"cpu": 8}}
+    bench = running(ElasticJob.parse(found))
+    uses(bench, 2.0, 1.0)
+    assert "CPU request" not in advice_of(bench).message
+    lose(bench, "n1")
+    assert given_to(bench)["n3"] == (2.5, 0)
+
+
+@pytest.mark.parametrize("cpu", ["9e999999", "1e5000", "-1", "x", "", 1e300, [], {}, None])
+def test_a_number_of_cpus_of_another_form_is_none(cpu: Any) -> None:
+    assert cpu_milli({"resources": {"limits": {"cpu": cpu}}}, "limits") == 0

@@ -280,8 +280,8 @@ class Admission:
         left = self.live.nodes.present - 1
         enough = left >= worker.minimum
         if self.live.rules.can_create:
-            places = self.live.desired + self.live.spec.standbys - self.state.abandoned_slots - 1
-            enough = node.relaunches < worker.restart_count or places >= worker.minimum
+            left = self._capacity.places - 1
+            enough = node.relaunches < worker.restart_count or left >= worker.minimum
         slow = finding.verdict is Verdict.SLOW
         reason = f"node {node.id} is {'slow' if slow else 'not fit to train'}: {finding.message}"
         if slow and not enough:

@@ -1,6 +1,7 @@
 """The number of nodes: which are requested, replaced, banned from hosts, and dismissed."""
 
 import math
+from collections.abc import Callable
 
 from dlrover_py.master.core.assignments import Assignments
 from dlrover_py.master.core.checkpointing import Checkpointing
@@ -49,6 +50,20 @@ class Capacity:
         self._avoiding_hosts = {n for n, record in self.state.nodes.items() if record.avoid}
         """Nodes that were requested with a list of hosts to avoid, and have not reported yet."""
 
+    @property
+    def places(self) -> int:
+        """The number of places that are not abandoned, those of all standbys included.
+
+        Standbys that the allocator takes back for a time leave places, as they may come back.
+        """
+        standbys = self.live.spec.worker.standby_replicas
+        return max(0, self.live.desired + standbys - self.state.abandoned_slots)
+
+    @property
+    def wanted(self) -> int:
+        """The number of nodes that the job is to have now, with the standbys it may have."""
+        return min(self.places, self.live.desired + self.live.spec.standbys)
+
     def plan_nodes(self) -> None:
         """Request missing nodes, and dismiss surplus nodes.
 
@@ -65,9 +80,8 @@ class Capacity:
         if not self.live.rules.can_create or self.unlisted or rests:
             return
         worker = self.live.spec.worker
-        desired = max(0, self.live.desired + self.live.spec.standbys - self.state.abandoned_slots)
         finishing = self.state.succeeded and self.state.pending_round is None
-        if self.state.abandoned_slots and desired < worker.minimum and not finishing:
+        if self.state.abandoned_slots and self.places < worker.minimum and not finishing:
             alone = "" if self.state.round else worker.command_remarks()
             given_up = self.state.abandoned_slots
             self._transitions.end_job(
@@ -78,7 +92,7 @@ class Capacity:
                 f"{self.live.last_loss and f'; the last loss: {self.live.last_loss}'}",
             )
             return
-        missing = desired - self.live.nodes.present
+        missing = self.wanted - self.live.nodes.present
         if missing < 0:
             if self.live.now < (settled := self.live.spec_changed_at + self.live.rules.settle_s):
                 self.live.wake(settled)  # a request for fewer nodes may be taken back
@@ -215,22 +229,38 @@ class Capacity:
         self.state.replacement_slots.append(ReplacementSlot(relaunches=node.relaunches))
         self.dismiss(node, why, ExitCode.OK)
 
+    def end_lowering(self, node: Node) -> str:
+        """End the lowering of memory by advice after a node ran out of memory; return why.
+
+        The result is empty, and the failure counts like any other, if the node itself had no less
+        memory than the template says (:meth:`NodeMemory.end_lowering`). The auto-tuner must not
+        answer for what the advice has caused, so this comes first.
+        """
+        return self._with_more_memory(self._memory.end_lowering, node)
+
     def raise_memory(self, node: Node) -> str:
         """Give new nodes a higher memory limit after a node ran out of memory; return why.
 
-        The caller has the node itself replaced. Nodes that have not joined yet, such as one that
-        was requested before its platform gave the reason, are requested again with the higher
-        limit. The result is empty, and nothing happens, if the failure counts like any other
+        The caller has called :meth:`end_lowering` before, and has the node itself replaced. The
+        result is empty, and nothing happens, if the failure counts like any other
         (:meth:`NodeMemory.grow`).
         """
+        return self._with_more_memory(self._memory.grow, node)
+
+    def _with_more_memory(self, change: Callable[[Node], str], node: Node) -> str:
+        """Change the memory limit of new nodes after a node ran out of memory; return why.
+
+        Nodes that have not joined yet, such as one that was requested before its platform gave the
+        reason, are requested again with a higher limit.
+        """
         before = self._memory.of_new_nodes
-        why = self._memory.grow(node)
+        why = change(node)
         if self._memory.of_new_nodes == before:
             return why
         for other in list(self.live.nodes):
             waits = not other.incarnation and other.readiness is not Readiness.OUT
-            if waits and other is not node and self._memory.lacks(other):
-                self.recreate(other, why)
+            if waits and other is not node and (more := self._memory.lacks(other)):
+                self.recreate(other, more)
         return why
 
     def lacks_memory(self, node: Node) -> str:

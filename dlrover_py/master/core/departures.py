@@ -389,9 +389,11 @@ class Departures:
                 EventReason.OUT_OF_MEMORY, message, node=node.id, cause=cause, warning=True
             )
         self.state.out_of_memory = f"{node.id}: {description}"
-        if smaller := self._tuning.back_off(node.id):
+        why = self._capacity.end_lowering(node) if main else ""
+        if not why and (smaller := self._tuning.back_off(node.id)):
             return smaller
-        why = self._capacity.raise_memory(node) if main else ""
+        if not why and main:
+            why = self._capacity.raise_memory(node)
         if why and charged:
             self._capacity.forgive(node)
         return why

@@ -227,10 +227,11 @@ class Failures:
         spec = self.live.spec.spec.checkpoint
         if (spec and spec.save_at_breakpoint) or (report and report.save_at_breakpoint):
             self._checkpointing.flush("a worker failed", self.live.rules.drain_grace_s)
-        if ran_out_of_memory(failure) and (why := self._tuning.back_off(node.id)):
+        more = self._capacity.end_lowering(node) if failure.out_of_memory else ""
+        if not more and ran_out_of_memory(failure) and (why := self._tuning.back_off(node.id)):
             self._transitions.need_round("failure", f"{message} ({why})", event)
             return
-        if failure.out_of_memory and (why := self._capacity.raise_memory(node)):
+        if failure.out_of_memory and (why := more or self._capacity.raise_memory(node)):
             self._capacity.recreate(node, why)
             self._transitions.need_round("failure", f"{message} ({why})", event)
             return

@@ -67,47 +67,67 @@ class NodeMemory:
             return None
         return advice
 
+    def end_lowering(self, node: Node) -> str:
+        """Give new nodes the template's limit again if a node ran out of memory; return why.
+
+        That is so if advice had lowered the limit of new nodes, and this node had no less. What it
+        had is noted as its peak. New nodes have no less than the template then, until the template
+        changes. That is recorded as an event. In a job that has ended or is suspended, nothing
+        happens.
+
+        The result is empty if the node itself had no less than the template. Its failure may then
+        cost what it would cost anyway.
+        """
+        if self._rests:
+            return ""
+        worker, new_nodes, had = self.live.spec.worker, self.state.new_nodes, self._had(node)
+        if new_nodes.usage.template == self.live.template_hash and new_nodes.usage.peak < had:
+            new_nodes.usage = new_nodes.usage.model_copy(update={"peak": had})
+            self.state.changed()
+        if 0 < (before := self.of_new_nodes) <= min(had, worker.memory - 1):
+            new_nodes.lack = self.live.template_hash
+            self.state.changed()
+            self._record(node, before, worker.memory)
+        return self.lacks(node) if 0 < node.record.memory < worker.memory else ""
+
     def grow(self, node: Node) -> str:
         """Raise the limit of new nodes after a node ran out of memory; return why.
 
         The caller has the node replaced, which costs no budget then. If new nodes have a higher
         limit than this one already, only the replacement follows: after an earlier raise, or if it
-        was created from another template. A raise is recorded as an event. A limit that advice had
-        lowered is that of the template again, until the template changes.
+        was created from another template. A raise is recorded as an event.
 
         The result is empty if the failure counts like any other: without ``memoryGrowth``, in a
         queue of Kueue, whose quota is for the template's limit, if the node had the higher limit
         already, in a job that has ended or is suspended, or where the platform does not limit
         memory.
         """
-        if self.state.phase.ended or self.state.phase is JobPhase.SUSPENDED:
+        if self._rests:
             return ""
         worker, new_nodes, had = self.live.spec.worker, self.state.new_nodes, self._had(node)
-        if new_nodes.usage.template == self.live.template_hash and new_nodes.usage.peak < had:
-            new_nodes.usage = new_nodes.usage.model_copy(update={"peak": had})
-            self.state.changed()
         if why := self.lacks(node):
             return why
-        if self._advised_memory and node.record.memory and had < worker.memory:
-            new_nodes.lack = self.live.template_hash
-            self.state.changed()
-            return self._record(node, had, worker.memory)
         new = self._growth.raised(worker.memory) if self._growth is not None else 0
         if self._raised or new <= had:
             return ""
         new_nodes.memory = new
         self.state.changed()
-        return self._record(node, worker.memory, new)
+        self._record(node, worker.memory, new)
+        return self.lacks(node)
 
-    def _record(self, node: Node, before: int, new: int) -> str:
-        """Record that the limit of new nodes was raised; return why nothing is charged."""
-        message = f"new nodes have {new // MIB} MiB of memory instead of {before // MIB} MiB"
+    @property
+    def _rests(self) -> bool:
+        """Whether the job has ended or is suspended."""
+        return self.state.phase.ended or self.state.phase is JobPhase.SUSPENDED
+
+    def _record(self, node: Node, before: int, new: int) -> None:
+        """Record that the limit of new nodes was raised."""
         self.log.record(
             EventReason.MEMORY_RAISED,
-            f"node {node.id} ran out of memory: {message}",
+            f"node {node.id} ran out of memory: new nodes have {new // MIB} MiB of memory instead "
+            f"of {before // MIB} MiB",
             node=node.id,
         )
-        return f"{message}, and nothing is charged"
 
     def lacks(self, node: Node) -> str:
         """Return why a node that ran out of memory is replaced without a charge; else empty.

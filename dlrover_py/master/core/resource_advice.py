@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from dlrover_py.master.core.history import CoreContext
 from dlrover_py.master.core.memory import NodeMemory
-from dlrover_py.master.core.usage import Advice, Present, advise, measured
+from dlrover_py.master.core.usage import WORTH, Advice, Present, advise, measured
 from dlrover_py.protocol.memory_growth import MIB
 from dlrover_py.protocol.reasons import ConditionReason, EventReason
 from dlrover_py.protocol.resource_advice import ResourceAdviceSpec
@@ -33,6 +33,9 @@ class ResourceAdvice:
         """Monotonic time of the next measurement."""
         self._last: tuple[int, float] | None = None
         """Round and time of the last measurement; None if no round ran then."""
+        new = self.state.new_nodes
+        self._told = new.advised_for, new.advised_memory, new.advised_cpu
+        """Hash of the template, memory and CPUs of the last event about advice."""
 
     def decide(self) -> None:
         """Measure what nodes use if it is time, and change the advice if another one is better."""
@@ -97,10 +100,12 @@ class ResourceAdvice:
             self.live.resource_advice = ConditionReason.MEASURING, words
             return
         worker = self.live.spec.worker
-        present = template = Present(worker.memory, worker.cpu, worker.minimum)
+        cpu = 0 if worker.has_own_cpus else worker.cpu  # these stay, so there is nothing to say
+        present = template = Present(worker.memory, cpu, worker.minimum, worker.cpu_limit)
         if new.advised_for == usage.template:
-            present = replace(template, memory=new.advised_memory, cpu=new.advised_cpu)
-        advice = advise(usage, present, spec.margin)
+            advised_cpu = new.advised_cpu if cpu else 0
+            present = replace(template, memory=new.advised_memory, cpu=advised_cpu)
+        advice = advise(usage, present, spec.margin, template.memory)
         if new.lack == usage.template and advice.memory < template.memory:
             advice = replace(advice, memory=template.memory)  # less was not enough
         changes = (advice.memory, advice.cpu) != (present.memory, present.cpu)
@@ -109,11 +114,19 @@ class ResourceAdvice:
             new.advised_memory, new.advised_cpu = advice.memory, advice.cpu
             self.state.changed()
         words = self._words(spec, advice, template)
-        if changes:
+        if changes and self._is_news(advice):
+            self._told = usage.template, advice.memory, advice.cpu
             self.log.record(EventReason.RESOURCES_ADVISED, words)
         fits = (advice.memory, advice.cpu) == (template.memory, template.cpu)
         why = ConditionReason.AS_EXPECTED if fits else ConditionReason.RESOURCES_ADVISED
         self.live.resource_advice = why, words
+
+    def _is_news(self, advice: Advice) -> bool:
+        """Return whether changed advice is worth an event, which would displace an older one."""
+        template, memory, cpu = self._told
+        if template != self._usage.template or cpu != advice.cpu:
+            return True
+        return abs(advice.memory - memory) >= WORTH * memory
 
     def _words(self, spec: ResourceAdviceSpec, advice: Advice, template: Present) -> str:
         """Return the advice in a sentence, with what new nodes get of it.

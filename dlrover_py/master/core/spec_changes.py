@@ -185,10 +185,9 @@ class SpecChanges:
         if not self.state.resumed and self.state.max_step is not None:
             return False  # the script reports its steps, and has made none in this round
         size = self.live.size
-        desired = self.live.desired + self.live.spec.standbys - self.state.abandoned_slots
         ready = self.live.nodes.count(Readiness.READY)
         full = size.fit(min(size.desired, ready))
-        return ready >= desired and len(self.state.world.members) >= full
+        return ready >= self._capacity.wanted and len(self.state.world.members) >= full
 
     def _suspend(self) -> None:
         """Suspend the job, because ``spec.suspend`` or the operator's allocation says so.

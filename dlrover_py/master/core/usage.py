@@ -53,6 +53,8 @@ class Present:
     """CPU request in thousandths of a CPU; 0 if there is none."""
     minimum: int
     """Least number of nodes of a round."""
+    cpu_limit: int = 0
+    """CPU limit in thousandths of a CPU, which no request exceeds; 0 if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,28 +105,30 @@ def measured(
     )
 
 
-def advise(record: UsageRecord, present: Present, margin: float) -> Advice:
+def advise(record: UsageRecord, present: Present, margin: float, template: int) -> Advice:
     """Return the memory and CPUs that follow from what was measured.
 
-    Memory is never less than the peak times the margin. It is lowered only as far as the job could
-    still run with its minimum of nodes: a state that is sharded over ``k`` times as many nodes may
-    take ``k`` times the memory there.
+    Memory is never less than the peak times the margin. It is below that of the template only as
+    far as the job could still run with its minimum of nodes: a state that is sharded over ``k``
+    times as many nodes may take ``k`` times the memory there.
 
     Args:
         record: What was measured.
         present: What new nodes have now.
         margin: What is advised, divided by what is used.
+        template: The memory limit that the template has, in bytes.
     """
     need = _up(record.peak * margin, MEMORY_STEP)
     alone = max(1.0, record.least_nodes / present.minimum)
     safe = _up(record.peak * margin * alone, MEMORY_STEP)
-    memory = present.memory
-    if need > present.memory:
-        memory = need
+    memory, least = present.memory, max(need, min(safe, template))
+    if memory < least:
+        memory = least
     elif safe < present.memory * (1 - WORTH):
         memory = safe
     often = percentile(record.cores, OFTEN)
     cpu = _up(1000 * often * margin, CPU_STEP)
+    cpu = min(cpu, present.cpu_limit or cpu)
     if not present.cpu or abs(cpu - present.cpu) < WORTH * present.cpu:
         cpu = present.cpu
     why = (

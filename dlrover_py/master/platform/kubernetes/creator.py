@@ -98,8 +98,10 @@ class PodCreator:
             TransientError: An attempt failed without a refusal of the Pod. The caller calls again.
         """
         refusals = self._table.refusals
+        job = self._jobs.job  # while a Pod is refused, its template may change
+        given = pods.Given(memory, cpu, job.worker.template_hash if job is not None else "")
         try:
-            problem = await self._create(node, avoid, memory, stable, cpu)
+            problem = await self._create(node, avoid, given, stable)
             while problem is not None:
                 if problem != refusals.get(node):
                     log.warning(problem.type, extra={"node": node, "why": problem.message})
@@ -108,7 +110,7 @@ class PodCreator:
                     self._context.facts.put([refused])
                 async with self._again:
                     await self._wait_for_room()
-                    problem = await self._create(node, avoid, memory, stable, cpu)
+                    problem = await self._create(node, avoid, given, stable)
                     self._refused += problem is not None
             self._refused = 0
             self._made.set()
@@ -139,7 +141,7 @@ class PodCreator:
                 await self._made.wait()
 
     async def _create(
-        self, node: NodeId, avoid: Sequence[str], memory: int, stable: bool, cpu: int
+        self, node: NodeId, avoid: Sequence[str], given: pods.Given, stable: bool
     ) -> PodProblem | None:
         """Make one attempt; return the problem if the Pod is refused, otherwise None.
 
@@ -151,9 +153,7 @@ class PodCreator:
         """
         post = self._posts.get(node)
         if post is None:
-            post = self._posts[node] = asyncio.create_task(
-                self._post(node, avoid, memory, stable, cpu)
-            )
+            post = self._posts[node] = asyncio.create_task(self._post(node, avoid, given, stable))
             post.add_done_callback(functools.partial(self._posted, node))
         return await asyncio.shield(post)
 
@@ -164,7 +164,7 @@ class PodCreator:
             post.exception()
 
     async def _post(
-        self, node: NodeId, avoid: Sequence[str], memory: int, stable: bool, cpu: int
+        self, node: NodeId, avoid: Sequence[str], given: pods.Given, stable: bool
     ) -> PodProblem | None:
         """Send one request to create the node's Pod; return why it was refused, otherwise None.
 
@@ -187,7 +187,6 @@ class PodCreator:
             job = jobs.job
             try:
                 place = None if is_server(node) else self._place(job, node)
-                given = pods.Given(memory, cpu)
                 pod = pods.pod(job, node, context.pod_context, avoid, place, given, stable)
                 with transient(
                     ConfigError, AlreadyExistsError, InvalidError, ForbiddenError, NotFoundError

@@ -80,6 +80,9 @@ class Given(NamedTuple):
     """Memory limit in bytes; 0 for that of the template."""
     cpu: int = 0
     """CPU request in thousandths; 0 for that of the template."""
+    template: str = ""
+    """Hash of the template for which that was chosen; empty for the present one. A Pod of another
+    template gets no less memory than that says, and its CPUs."""
 
 
 AS_WRITTEN = Given()
@@ -157,10 +160,11 @@ def pod(
     if role.priority_class:
         spec.setdefault("priorityClassName", role.priority_class)
     advice = job.worker.resource_advice
-    may_have_less = advice is not None and advice.mode == "auto"
+    same = given.template in ("", role.template_hash)
+    may_have_less = advice is not None and advice.mode == "auto" and same
     if given.memory > job.worker.memory > 0 or (given.memory and may_have_less):
         spec["containers"][index] = with_memory_limit(spec["containers"][index], given.memory)
-    if given.cpu and job.worker.cpu:
+    if given.cpu and job.worker.cpu and same:
         spec["containers"][index] = with_cpu_request(spec["containers"][index], given.cpu)
     _extend_main_container(spec, spec["containers"][index], job, node, pod_context)
     _exclude_hosts(spec, avoid, SPOT_LABELS if stable else {})
