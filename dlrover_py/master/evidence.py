@@ -11,7 +11,7 @@ from typing import Protocol
 
 from dlrover_py.master.core.events import EvidenceKept, KeepEvidence
 from dlrover_py.process.blocking import BackgroundThread
-from dlrover_py.protocol.bundles import folder_name
+from dlrover_py.protocol.bundles import at_fault_first, folder_name
 from dlrover_py.protocol.diagnosis import NodeSnapshot
 from dlrover_py.protocol.errors import DLRoverError
 from dlrover_py.protocol.names import EVIDENCE_FOLDER, MANIFEST_FILE, NodeId
@@ -114,19 +114,20 @@ def _write(
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700, parents=True)
     kept, size = [], 0
-    for node, snapshot in nodes:
+    for node, snapshot in at_fault_first(manifest, nodes):
         data = snapshot.model_dump_json(indent=1, exclude_defaults=True).encode()
         size += len(data)
         if size > MAX_BUNDLE_BYTES:
             break
         (folder / f"{node}.json").write_bytes(data)
         kept.append(node)
-    full = manifest.model_copy(update={"nodes": list(kept), "folder": folder.name})
+    full = manifest.model_copy(update={"nodes": sorted(kept), "folder": folder.name})
     text = full.model_dump_json(by_alias=True, indent=1)
     temporary = folder / f".{MANIFEST_FILE}"
     temporary.write_text(text)
     os.replace(temporary, folder / MANIFEST_FILE)
-    for old in sorted(p for p in root.iterdir() if p.is_dir())[:-MAX_BUNDLES]:
+    others = sorted(p for p in root.iterdir() if p.is_dir() and p != folder)
+    for old in others[: -(MAX_BUNDLES - 1)]:
         with contextlib.suppress(OSError):
             shutil.rmtree(old)
     return folder

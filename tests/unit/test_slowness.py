@@ -830,4 +830,6 @@ def test_the_bundle_of_a_slow_job_has_what_each_node_spends_in_a_step() -> None:
         "n2: nothing that is measured",
     )
     many = {f"n{n}": Parts() for n in range(1000)}
-    assert len(facts(Window(step=7, step_s=1.0, nodes=many))) == MOST_FACTS
+    found = facts(Window(step=7, step_s=1.0, nodes=many), "n999")
+    assert len(found) == MOST_FACTS
+    assert found[1].startswith("n999: "), "the node at fault is never left out"

@@ -167,7 +167,7 @@ class Job:
         """Continue above these numbers: masters whose journal is lost have used them.
 
         There may be more nodes than these numbers show. No node is requested before the platform
-        has listed the existing nodes.
+        has listed the existing nodes. Snapshots are numbered from the Unix time on.
 
         Args:
             number: The highest round.
@@ -177,7 +177,7 @@ class Job:
         """
         servers = self.state.servers
         servers.next = max(servers.next, server + 1)
-        self.state.round = Round(number)
+        self.state.round, self.state.snapshots = Round(number), int(self.live.wall)
         self.state.next_node = max(self.state.next_node, node + 1)
         self.state.next_event = max(self.state.next_event, event + 1)
         self._capacity.unlisted = self.live.rules.can_create

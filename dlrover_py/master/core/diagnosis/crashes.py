@@ -92,6 +92,7 @@ class CrashEvidence:
             step=failure.worker.step,
             reason=with_cause(f"{failure.node}: {in_words(failure.worker)}", failure.worker),
             failure=failure,
+            node=failure.node,
             nodes=sorted(looks),
             missing=sorted(self._asked - looks.keys()),
             lines=folded(workers),
