@@ -42,7 +42,7 @@ class BundleSecret:
     async def keep(self, evidence: KeepEvidence) -> str:
         """Add a bundle; see :class:`dlrover_py.master.evidence.BundlePlace`.
 
-        It is compressed in a thread, because that of a large job takes as long as a lease.
+        It is compressed in a thread, because that of a large job takes a second.
 
         Raises:
             OverdueError: This machine is too busy to compress it.

@@ -9,7 +9,7 @@ import pytest
 
 from dlrover_py.cli.runs import bundles
 from dlrover_py.kubernetes.kinds import Obj
-from dlrover_py.master.core.diagnosis.crashes import LAST_LOOKS_S
+from dlrover_py.master.core.diagnosis.crashes import LAST_LOOKS_S, MOST_LOOKS
 from dlrover_py.master.core.events import KeepEvidence, SnapshotArrived
 from dlrover_py.master.core.state import Look, Step
 from dlrover_py.master.evidence import MAX_BUNDLE_BYTES, MAX_BUNDLES, BundleFolder
@@ -32,9 +32,12 @@ if TYPE_CHECKING:
     from dlrover_py.kubernetes.client import KubeClient
 
 
-def look(agent: SimAgent, round_number: int, *, number: int = 0) -> SnapshotArrived:
+def look(
+    agent: SimAgent, round_number: int, *, number: int = 0, failed: FailureKind | None = None
+) -> SnapshotArrived:
     rank = int(agent.node.removeprefix("n"))
-    worker = WorkerSnapshot(rank=rank, local_rank=0, output=["the last line"])
+    failure = None if failed is None else crash(failed)
+    worker = WorkerSnapshot(rank=rank, local_rank=0, output=["the last line"], failure=failure)
     snapshot = NodeSnapshot(boot_id=agent.boot, number=number, round=round_number, workers=[worker])
     return SnapshotArrived(agent.node, snapshot)
 
@@ -87,6 +90,29 @@ def test_the_bundle_of_a_slow_job_names_the_node_at_fault() -> None:
     bench.step(look(bench.agent("n0"), 1, number=1))
     (one,) = kept(bench.step(look(bench.agent("n1"), 1, number=1)))
     assert (one.manifest.kind, one.manifest.node) == (EvidenceKind.SLOW, "n1")
+
+
+@pytest.mark.parametrize("told", ["before", "after"])
+def test_the_node_at_fault_is_not_crowded_out_by_those_that_lost_their_peer(told: str) -> None:
+    bench = running(elastic_job(2 * MOST_LOOKS, restarts=3))
+    assert bench.job.state.world is not None
+    *others, last = [member.node for member in bench.job.state.world.members]
+    if told == "before":
+        fail(bench, last)
+    for node in reversed(others):
+        bench.step(look(bench.agent(node), 1, failed=FailureKind.PEER))
+    assert not kept(bench.step(look(bench.agent(others[-1]), 1, failed=FailureKind.PEER)))
+    out = bench.step(look(bench.agent(last), 1, failed=FailureKind.EXCEPTION))
+    if told == "after":
+        fail(bench, last)
+        bench.now += LAST_LOOKS_S + 1
+        out = bench.step()
+    (one,) = kept(out)
+    assert one.manifest.node == last
+    assert last in one.manifest.nodes
+    assert len(one.nodes) <= MOST_LOOKS
+    if told == "before":
+        assert not one.manifest.missing, "the first nodes are not crowded out either"
 
 
 def manifest(**fields: object) -> EvidenceManifest:

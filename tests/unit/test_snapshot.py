@@ -168,6 +168,37 @@ async def test_a_last_look_never_keeps_a_stop_and_is_sent_by_few_nodes(path: Pat
     assert stops == [1, 2, 3]
 
 
+async def test_nodes_that_only_lost_their_peer_send_no_look_beyond_the_first(path: Path) -> None:
+    """Else all nodes of a large job would, as all lose a peer."""
+    master = Master()
+    workers = list[Looked]()
+    taker = SnapshotTaker(path, "boot-0001", master, lambda: workers)
+    taker.new_round(order(0).model_copy(update={"node_rank": LAST_LOOK_NODES}))
+    peer = crash(FailureKind.PEER)
+    for failures in ([peer], [], [peer, failed(4)]):
+        taker.stop_workers(lambda: None, look=True)
+        taker.round_over(failures)
+    await asyncio.wait_for(master.arrived.wait(), 30)
+    await taker.close()
+    assert len(master.taken) == 1
+
+
+async def test_a_look_that_cannot_be_sent_gives_way_to_the_next_one(path: Path) -> None:
+    master = Master(failures=1)
+    workers = list[Looked]()
+    taker = SnapshotTaker(path, "boot-0001", master, lambda: workers)
+    for number in (3, 4):
+        taker.new_round(order(0).model_copy(update={"round": number}))
+        taker.stop_workers(lambda: None, look=True)
+        taker.round_over([])
+        await asyncio.sleep(0)  # the first attempt fails
+    await asyncio.wait_for(master.arrived.wait(), 30)
+    before = asyncio.all_tasks() - {asyncio.current_task()}
+    await taker.close()
+    assert [look.round for look in master.taken] == [4]
+    assert not asyncio.all_tasks() & before
+
+
 async def _connected(server: ProbeServer) -> bool:
     while await server.ask(0, 1.0) is None:
         await asyncio.sleep(0.01)
