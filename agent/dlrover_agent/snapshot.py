@@ -220,14 +220,15 @@ class SnapshotTaker:
         """Call a function that stops the workers, after a last look at them if it is wanted.
 
         With a look, it is called after ``last_look_s`` at the latest, or with :meth:`stop_now`.
-        Workers that have ended are not waited for.
+        Workers that have ended are not waited for. There is one look at a round: later ones would
+        show how its workers end.
 
         Args:
             stop: The function.
             look: Whether to ask all workers first what they do.
         """
         self.stop_now()
-        if not look:
+        if not look or self._answers is not None:
             stop()
             return
         self._answers, self._stop = {}, stop

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import os
 import shutil
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -24,6 +25,8 @@ MAX_BUNDLES = 20
 MAX_BUNDLE_BYTES = 16 << 20
 """Greatest size of a bundle in a folder. Nodes beyond it are left out: the lines of the manifest
 have all."""
+MAX_WAITING = 8
+"""Most bundles that wait, as the disk or the API server is slow; the oldest ones are dropped."""
 WRITE_S = 30.0
 """Seconds after which a bundle that is not written is given up; its disk hangs."""
 
@@ -68,8 +71,8 @@ class EvidenceStore:
             place: The place for the bundles; None keeps none.
         """
         self._place = place
-        self._lock = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._waiting: deque[tuple[KeepEvidence, Callable[[EvidenceKept], None]]] = deque()
+        self._task: asyncio.Task[None] | None = None
 
     def keep(self, evidence: KeepEvidence, done: Callable[[EvidenceKept], None]) -> None:
         """Begin to keep a bundle. Without a place, nothing happens.
@@ -80,21 +83,34 @@ class EvidenceStore:
         """
         if self._place is None:
             return
-        task = asyncio.create_task(self._keep(self._place, evidence, done))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        if len(self._waiting) >= MAX_WAITING:
+            dropped, _ = self._waiting.popleft()
+            why = f"{MAX_WAITING} later bundles wait"
+            log.warning("evidence_not_kept", extra={"number": dropped.manifest.number, "why": why})
+        self._waiting.append((evidence, done))
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._keep_waiting(self._place))
 
-    async def _keep(
-        self, place: BundlePlace, evidence: KeepEvidence, done: Callable[[EvidenceKept], None]
-    ) -> None:
-        """Keep a bundle, once the earlier ones are kept."""
-        try:
-            async with self._lock:
+    async def finish(self, within_s: float) -> None:
+        """Wait until all bundles are kept, or the time is over.
+
+        Args:
+            within_s: Longest wait in seconds.
+        """
+        if self._task is not None:
+            await asyncio.wait({self._task}, timeout=within_s)
+
+    async def _keep_waiting(self, place: BundlePlace) -> None:
+        """Keep all bundles that wait, one after the other."""
+        while self._waiting:
+            evidence, done = self._waiting.popleft()
+            number = evidence.manifest.number
+            try:
                 where = await place.keep(evidence)
-        except (OSError, DLRoverError) as error:  # also OverdueError
-            log.warning("evidence_not_kept", extra={"why": str(error)})
-            return
-        done(EvidenceKept(evidence.manifest.number, where))
+            except (OSError, DLRoverError) as error:  # also OverdueError
+                log.warning("evidence_not_kept", extra={"number": number, "why": str(error)})
+                continue
+            done(EvidenceKept(number, where))
 
 
 def _write(

@@ -1,5 +1,6 @@
 """Bundles of evidence: for which events they are kept, what is in them, and how large they are."""
 
+import asyncio
 import base64
 import threading
 from pathlib import Path
@@ -10,11 +11,14 @@ import pytest
 from dlrover_py.cli.runs import bundles
 from dlrover_py.kubernetes.kinds import Obj
 from dlrover_py.master.core.diagnosis.crashes import LAST_LOOKS_S, MOST_LOOKS
-from dlrover_py.master.core.events import KeepEvidence, SnapshotArrived
+from dlrover_py.master.core.events import KeepEvidence, Rules, SnapshotArrived
 from dlrover_py.master.core.state import Look, Step
-from dlrover_py.master.evidence import MAX_BUNDLE_BYTES, MAX_BUNDLES, BundleFolder
+from dlrover_py.master.evidence import MAX_BUNDLE_BYTES, MAX_BUNDLES, BundleFolder, EvidenceStore
 from dlrover_py.master.evidence_secret import BundleSecret
-from dlrover_py.protocol.agents import FailureKind
+from dlrover_py.master.journal_store import FileJournalStore
+from dlrover_py.master.loop import Loop
+from dlrover_py.master.platform.static import StaticPlatform
+from dlrover_py.protocol.agents import Assignment, FailureKind
 from dlrover_py.protocol.bundles import MAX_BYTES, folder_name, newest, packed, unpacked
 from dlrover_py.protocol.diagnosis import (
     MAX_LAST_BYTES,
@@ -27,6 +31,7 @@ from dlrover_py.protocol.diagnosis import (
 from dlrover_py.protocol.names import NodeId, owner
 from dlrover_py.protocol.status import EvidenceManifest
 from tests.builders import Bench, SimAgent, crash, elastic_job, running, user_error
+from tests.loops import working
 
 if TYPE_CHECKING:
     from dlrover_py.kubernetes.client import KubeClient
@@ -113,6 +118,43 @@ def test_the_node_at_fault_is_not_crowded_out_by_those_that_lost_their_peer(told
     assert len(one.nodes) <= MOST_LOOKS
     if told == "before":
         assert not one.manifest.missing, "the first nodes are not crowded out either"
+
+
+def test_at_the_end_of_a_master_what_is_there_is_kept() -> None:
+    """On one machine, it ends once the nodes have ended; agents still send their looks."""
+    bench = running(elastic_job(3, restarts=0))
+    fail(bench, "n1")
+    assert bench.job.state.phase.ended
+    assert not kept(bench.step(look(bench.agent("n1"), 1)))
+    assert bench.job.detectors.end()
+    (one,) = kept(bench.step())
+    assert one.manifest.nodes == ["n1"]
+    assert one.manifest.missing == ["n0", "n2"]
+    assert not bench.job.detectors.end()
+
+
+async def test_a_master_that_ends_waits_until_its_evidence_is_kept(tmp_path: Path) -> None:
+    platform = StaticPlatform(elastic_job(1, restarts=0))
+    journal = FileJournalStore(tmp_path / "journal")
+    rules = Rules(can_create=False, exchange_s=0.01)
+    loop = Loop(platform, journal, rules, evidence=EvidenceStore(BundleFolder(tmp_path)))
+    agent = SimAgent(NodeId("n0"))
+    async with working(loop), asyncio.timeout(60):
+        while not loop.ready:
+            await asyncio.sleep(0.001)
+        while not agent.failure:
+            answer: asyncio.Queue[object] = asyncio.Queue()
+            loop.exchange(agent.node, agent.report(), answer.put_nowait)
+            if isinstance(said := await answer.get(), Assignment):
+                agent.receive(said)
+            if agent.running:
+                agent.fail(user_error())
+        loop.exchange(agent.node, agent.report(), lambda _: None)
+        while (status := loop.status()) is None or not status.phase.ended:
+            await asyncio.sleep(0.001)
+        await loop.keep_evidence(60.0)
+    (one,) = bundles(tmp_path)
+    assert (one.kind, one.node, one.missing) == (EvidenceKind.FAILURE, "n0", ["n0"])
 
 
 def manifest(**fields: object) -> EvidenceManifest:

@@ -89,6 +89,11 @@ class CrashEvidence:
         else:
             self._keep()
 
+    def end(self) -> bool:
+        """Wait for no further looks; return whether a bundle waits for the next decision."""
+        self._due = 0.0
+        return self._failure is not None
+
     def _keep(self) -> None:
         """Keep the bundle of the failure that is awaited."""
         failure, self._failure = self._failure, None
