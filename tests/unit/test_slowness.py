@@ -163,6 +163,20 @@ def test_a_change_is_found_with_its_cause(
         assert 20 <= found.since <= 24
 
 
+@pytest.mark.parametrize(("every", "kind"), [(1, SlowKind.LINK), (3, SlowKind.UNKNOWN)])
+def test_segments_sent_again_in_a_few_windows_are_no_bad_link(every: int, kind: SlowKind) -> None:
+    windows = 0
+
+    def change(name: str, parts: Parts) -> Parts:
+        nonlocal windows
+        windows += name == "n1"
+        return on("n1", resent=0.3 * (windows % every == 0))(name, parts)
+
+    found = judged(change, 1.3)
+    assert found is not None
+    assert found.kind is kind
+
+
 @pytest.mark.parametrize(
     ("part", "words"),
     [
