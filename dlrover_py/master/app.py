@@ -39,8 +39,11 @@ The journal has it anyway.
 """
 
 
-EVIDENCE_END_S = 1.5
-"""Time to keep the evidence that is there at the end, in seconds."""
+EVIDENCE_END_S = 1.0
+"""Time for the last decision on evidence, and again as much to keep it, in seconds.
+
+The program that has started the master may kill it after five.
+"""
 SEND_END_S = 1.0
 """Time to send the traces that are left at the end, in seconds."""
 

@@ -477,7 +477,8 @@ class Loop:
         """Keep what is there of the evidence that nodes still send, as this master ends.
 
         Args:
-            within_s: Longest wait in seconds. The end of the wait is no error.
+            within_s: Longest wait for a turn, and for the place of the evidence, in seconds. The
+                end of the wait is no error.
         """
         if self._job is not None and self._job.detectors.end():
             turned_at = self._turned_at
