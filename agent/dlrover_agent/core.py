@@ -173,6 +173,8 @@ class Stop:
     signal: int = 15
     last_step_s: float = 0.0
     """Seconds that such scripts have for their last step, if that is longer than ``grace_s``."""
+    fault: bool = False
+    """Whether the job has failed, so that the workers are looked at before a graceful stop, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,7 +371,8 @@ class Core:
             return []
         if new.directive is Directive.STOP:
             self._exit = Exit(new.exit_code, new.reason)
-            return self._stop(new.reason, new.stop_grace_s, graceful=True)
+            fault = new.exit_code != ExitCode.OK
+            return self._stop(new.reason, new.stop_grace_s, graceful=True, fault=fault)
         if new.directive is Directive.WAIT:
             self._next = None
             return self._stop_old_round(new) if self._occupied else []
@@ -639,7 +642,9 @@ class Core:
         self._peer_seen_at = None
         return [Start(assignment)]
 
-    def _stop(self, why: str, grace_s: float, *, graceful: bool = False) -> list[Effect]:
+    def _stop(
+        self, why: str, grace_s: float, *, graceful: bool = False, fault: bool = False
+    ) -> list[Effect]:
         """Request the stop of the workers; without workers, end the agent if it has to end.
 
         A stop that is under way is not repeated, unless the new one is graceful. SIGKILL then comes
@@ -650,13 +655,14 @@ class Core:
             grace_s: Seconds until SIGKILL.
             graceful: Whether scripts that call ``should_stop()`` may end by themselves. They get
                 SIGTERM only shortly before SIGKILL.
+            fault: Whether the job has failed.
         """
         if not self._occupied:
             return [self._exit] if self._exit is not None else []
         if self._stopping and not graceful:
             return []
         self._mark_stopping()
-        return [Stop(why, grace_s, graceful)]
+        return [Stop(why, grace_s, graceful, fault=fault)]
 
     def _stop_old_round(self, new: Assignment) -> list[Effect]:
         """Stop the workers because their round is over.

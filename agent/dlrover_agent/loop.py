@@ -420,7 +420,7 @@ class Agent:
             case ReserveNextPort():
                 self._taken_up_at = asyncio.get_running_loop().time()
                 self._ports.advance()
-            case Stop(why, grace_s, polite, number, last_step_s):
+            case Stop(why, grace_s, polite, number, last_step_s, fault):
                 pollers = self._sdk.stop_pollers if polite else set()
                 if last_step_s and not self._workers.alive <= self._sdk.last_step_savers:
                     pollers = set()  # workers that stay would wait for those that are stopped
@@ -431,8 +431,8 @@ class Agent:
                 if not self._workers.starting:  # else no round has ended
                     self._restarts.broken(asyncio.get_running_loop().time())
                 stop = partial(self._workers.stop, grace_s, number, delayed=pollers)
-                fault = not (polite or number != signal.SIGTERM or self._workers.starting)
-                self._snapshots.stop_workers(stop, look=fault)
+                look = (fault or not polite) and number == signal.SIGTERM
+                self._snapshots.stop_workers(stop, look=look and not self._workers.starting)
             case Kill():
                 self._snapshots.stop_now()
                 self._workers.kill()

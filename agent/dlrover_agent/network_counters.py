@@ -12,6 +12,10 @@ NET = Path("/proc/self/net")
 _ERRORS = (2, 3, 10, 11)
 """Fields of a line of ``dev`` after the name: errors and drops, received and sent."""
 
+FEWEST_SEGMENTS = 500
+"""Segments between two readings, at least, for a share of them: on an idle network, one that is
+sent again would be a large share."""
+
 
 @dataclass(frozen=True, slots=True)
 class NetworkCounters:
@@ -27,15 +31,16 @@ class NetworkCounters:
     def since(self, last: "NetworkCounters", seconds: float) -> tuple[float, float]:
         """Return the share of segments that were sent again, and the errors of interfaces a second.
 
-        A counter that has become smaller, as after a reload of a driver, counts as unchanged.
+        A counter that has become smaller, as after a reload of a driver, counts as unchanged. The
+        share is 0 if fewer than ``FEWEST_SEGMENTS`` were sent.
 
         Args:
             last: The counters before.
             seconds: Time since then.
         """
         resent = max(0, self.resent - last.resent)
-        sent = max(0, self.segments - last.segments)
-        share = resent / (sent + resent) if sent + resent else 0.0
+        sent = max(0, self.segments - last.segments) + resent
+        share = resent / sent if sent >= FEWEST_SEGMENTS else 0.0
         return share, max(0, self.errors - last.errors) / seconds
 
 

@@ -25,7 +25,7 @@ from dlrover_py.pacing import Backoff
 from dlrover_py.process.blocking import BackgroundThread, OverdueError
 from dlrover_py.process.identity import ProcessId, children
 from dlrover_py.protocol import json_text
-from dlrover_py.protocol.agents import Assignment, Directive, WorkerFailure
+from dlrover_py.protocol.agents import Assignment, Directive, FailureKind, WorkerFailure
 from dlrover_py.protocol.diagnosis import (
     LAST_LOOK_NODES,
     MAX_FRAMES,
@@ -220,14 +220,15 @@ class SnapshotTaker:
         """Call a function that stops the workers, after a last look at them if it is wanted.
 
         With a look, it is called after ``last_look_s`` at the latest, or with :meth:`stop_now`.
-        Workers that have ended are not waited for.
+        Workers that have ended are not waited for. There is one look at a round: later ones would
+        show how its workers end.
 
         Args:
             stop: The function.
             look: Whether to ask all workers first what they do.
         """
         self.stop_now()
-        if not look:
+        if not look or self._answers is not None:
             stop()
             return
         self._answers, self._stop = {}, stop
@@ -252,7 +253,9 @@ class SnapshotTaker:
     def round_over(self, failures: Sequence[WorkerFailure]) -> None:
         """Begin to send the last look at a round; do nothing if there was none.
 
-        The first nodes of the round send it, and those on which a worker has failed.
+        The first nodes of the round send it, and those on which a worker has failed by itself. On
+        all nodes, workers fail because they have lost another one. A transfer of the round before
+        is given up.
 
         Args:
             failures: Failures of this node's workers.
@@ -261,7 +264,8 @@ class SnapshotTaker:
         assignment = self._round
         if answers is None or assignment is None or assignment.directive is not Directive.RUN:
             return
-        if assignment.node_rank >= LAST_LOOK_NODES and not failures:
+        fault = any(one.kind is not FailureKind.PEER for one in failures)
+        if assignment.node_rank >= LAST_LOOK_NODES and not fault:
             return
         failed = {failure.local_rank: failure for failure in failures}
         workers = []
@@ -274,6 +278,8 @@ class SnapshotTaker:
             seen = _checked(fields)
             workers.append(seen.model_copy(update={"failure": failed.get(local_rank)}))
         look = self._snapshot(0, assignment.round, workers)
+        if self._sending is not None:
+            self._sending.cancel()
         self._sending = asyncio.create_task(self._send(look.fitted(MAX_LAST_BYTES)))
 
     # --- Snapshots for the master ---

@@ -39,6 +39,11 @@ The journal has it anyway.
 """
 
 
+EVIDENCE_END_S = 1.0
+"""Time for the last decision on evidence, and again as much to keep it, in seconds.
+
+The program that has started the master may kill it after five.
+"""
 SEND_END_S = 1.0
 """Time to send the traces that are left at the end, in seconds."""
 
@@ -157,6 +162,7 @@ async def serve(
         await loop.end_job("the node that runs the job's master has ended", END_NOTICE_S)
     if not tasks[0].done():
         await loop.publish_end(PUBLISH_END_S)
+        await loop.keep_evidence(EVIDENCE_END_S)
     jobs.should_exit = health.should_exit = True
     tasks[0].cancel()
     ended = await asyncio.gather(*tasks, return_exceptions=True)

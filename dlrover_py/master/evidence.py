@@ -5,13 +5,14 @@ import contextlib
 import logging
 import os
 import shutil
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from dlrover_py.master.core.events import EvidenceKept, KeepEvidence
 from dlrover_py.process.blocking import BackgroundThread
-from dlrover_py.protocol.bundles import folder_name
+from dlrover_py.protocol.bundles import at_fault_first, folder_name
 from dlrover_py.protocol.diagnosis import NodeSnapshot
 from dlrover_py.protocol.errors import DLRoverError
 from dlrover_py.protocol.names import EVIDENCE_FOLDER, MANIFEST_FILE, NodeId
@@ -24,6 +25,8 @@ MAX_BUNDLES = 20
 MAX_BUNDLE_BYTES = 16 << 20
 """Greatest size of a bundle in a folder. Nodes beyond it are left out: the lines of the manifest
 have all."""
+MAX_WAITING = 8
+"""Most bundles that wait, as the disk or the API server is slow; the oldest ones are dropped."""
 WRITE_S = 30.0
 """Seconds after which a bundle that is not written is given up; its disk hangs."""
 
@@ -68,8 +71,8 @@ class EvidenceStore:
             place: The place for the bundles; None keeps none.
         """
         self._place = place
-        self._lock = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._waiting: deque[tuple[KeepEvidence, Callable[[EvidenceKept], None]]] = deque()
+        self._task: asyncio.Task[None] | None = None
 
     def keep(self, evidence: KeepEvidence, done: Callable[[EvidenceKept], None]) -> None:
         """Begin to keep a bundle. Without a place, nothing happens.
@@ -80,21 +83,34 @@ class EvidenceStore:
         """
         if self._place is None:
             return
-        task = asyncio.create_task(self._keep(self._place, evidence, done))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        if len(self._waiting) >= MAX_WAITING:
+            dropped, _ = self._waiting.popleft()
+            why = f"{MAX_WAITING} later bundles wait"
+            log.warning("evidence_not_kept", extra={"number": dropped.manifest.number, "why": why})
+        self._waiting.append((evidence, done))
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._keep_waiting(self._place))
 
-    async def _keep(
-        self, place: BundlePlace, evidence: KeepEvidence, done: Callable[[EvidenceKept], None]
-    ) -> None:
-        """Keep a bundle, once the earlier ones are kept."""
-        try:
-            async with self._lock:
+    async def finish(self, within_s: float) -> None:
+        """Wait until all bundles are kept, or the time is over.
+
+        Args:
+            within_s: Longest wait in seconds.
+        """
+        if self._task is not None:
+            await asyncio.wait({self._task}, timeout=within_s)
+
+    async def _keep_waiting(self, place: BundlePlace) -> None:
+        """Keep all bundles that wait, one after the other."""
+        while self._waiting:
+            evidence, done = self._waiting.popleft()
+            number = evidence.manifest.number
+            try:
                 where = await place.keep(evidence)
-        except (OSError, DLRoverError) as error:  # also OverdueError
-            log.warning("evidence_not_kept", extra={"why": str(error)})
-            return
-        done(EvidenceKept(evidence.manifest.number, where))
+            except (OSError, DLRoverError) as error:  # also OverdueError
+                log.warning("evidence_not_kept", extra={"number": number, "why": str(error)})
+                continue
+            done(EvidenceKept(number, where))
 
 
 def _write(
@@ -114,19 +130,20 @@ def _write(
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700, parents=True)
     kept, size = [], 0
-    for node, snapshot in nodes:
+    for node, snapshot in at_fault_first(manifest, nodes):
         data = snapshot.model_dump_json(indent=1, exclude_defaults=True).encode()
         size += len(data)
         if size > MAX_BUNDLE_BYTES:
             break
         (folder / f"{node}.json").write_bytes(data)
         kept.append(node)
-    full = manifest.model_copy(update={"nodes": list(kept), "folder": folder.name})
+    full = manifest.model_copy(update={"nodes": sorted(kept), "folder": folder.name})
     text = full.model_dump_json(by_alias=True, indent=1)
     temporary = folder / f".{MANIFEST_FILE}"
     temporary.write_text(text)
     os.replace(temporary, folder / MANIFEST_FILE)
-    for old in sorted(p for p in root.iterdir() if p.is_dir())[:-MAX_BUNDLES]:
+    others = sorted(p for p in root.iterdir() if p.is_dir() and p != folder)
+    for old in others[: -(MAX_BUNDLES - 1)]:
         with contextlib.suppress(OSError):
             shutil.rmtree(old)
     return folder

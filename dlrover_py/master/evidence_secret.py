@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 from dlrover_py.kubernetes.errors import ConflictError, KubeError, NotFoundError
 from dlrover_py.kubernetes.kinds import SECRETS, Obj
 from dlrover_py.master.core.events import KeepEvidence
+from dlrover_py.process.blocking import BackgroundThread
 from dlrover_py.protocol.bundles import MAX_PACKED_BYTES, SUFFIX, folder_name, newest, packed
 from dlrover_py.protocol.errors import TransientError
 
@@ -19,6 +20,8 @@ MOST_BYTES: Final = 600_000
 """Bytes of all of them. A Secret takes 1 MiB, in base64 and with its metadata."""
 CALL_S = 10.0
 """Longest time for the calls to the API server, in seconds."""
+PACK_S = 60.0
+"""Longest time to compress a bundle, in seconds; it needs one on a free CPU."""
 
 
 class BundleSecret:
@@ -34,16 +37,21 @@ class BundleSecret:
             job_uid: UID of the job that must own it.
         """
         self._kube, self._namespace, self._name, self._job_uid = kube, namespace, name, job_uid
+        self._thread = BackgroundThread("evidence")
 
     async def keep(self, evidence: KeepEvidence) -> str:
         """Add a bundle; see :class:`dlrover_py.master.evidence.BundlePlace`.
 
+        It is compressed in a thread, because that of a large job takes a second.
+
         Raises:
+            OverdueError: This machine is too busy to compress it.
             TransientError: There is no such Secret of this job, or the API server refuses the
                 change or does not answer.
         """
-        key = folder_name(evidence.manifest) + SUFFIX
-        content = packed(evidence.manifest, evidence.nodes, MAX_PACKED_BYTES)
+        manifest, nodes = evidence.manifest, evidence.nodes
+        key = folder_name(manifest) + SUFFIX
+        content = await self._thread.run(lambda: packed(manifest, nodes, MAX_PACKED_BYTES), PACK_S)
         where = f"Secret {self._name}"
         try:
             async with asyncio.timeout(CALL_S):
@@ -65,8 +73,7 @@ class BundleSecret:
             raise TransientError(f"Secret {self._name} belongs to another job of this name")
         meta.pop("managedFields", None)
         data = {**(found.get("data") or {}), key: base64.b64encode(content).decode()}
-        kept = newest(
-            {name: len(one) * 3 // 4 for name, one in data.items()}, MOST_BUNDLES, MOST_BYTES
-        )
+        sizes = {name: len(one) * 3 // 4 for name, one in data.items()}
+        kept = newest(sizes, MOST_BUNDLES, MOST_BYTES, key)
         data = {name: one for name, one in data.items() if name in kept}
         await self._kube.replace(SECRETS, {**found, "metadata": meta, "data": data})

@@ -468,14 +468,23 @@ class Loop:
             within_s: Longest wait in seconds. The end of the wait is no error.
         """
         self.add_events([JobStopped(why)])
-        job = self._job
-        if job is None or self._tasks is None:
+        if (job := self._job) is None or self._tasks is None:
             return
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(within_s):
-                while not all(self._was_dismissed(n.id) for n in job.live.nodes if n.alive):
-                    self._dismissed_any.clear()
-                    await self._dismissed_any.wait()
+        nodes, was, turned = job.live.nodes, self._was_dismissed, self._dismissed_any
+        await _until(lambda: all(was(n.id) for n in nodes if n.alive), turned, within_s)
+
+    async def keep_evidence(self, within_s: float) -> None:
+        """Keep what is there of the evidence that nodes still send, as this master ends.
+
+        Args:
+            within_s: Longest wait for a turn, and for the place of the evidence, in seconds. The
+                end of the wait is no error.
+        """
+        if self._job is not None and self._job.detectors.end():
+            turned_at = self._turned_at
+            self.add_events([])
+            await _until(lambda: self._turned_at > turned_at, self._dismissed_any, within_s)
+        await self._evidence.finish(within_s)
 
     def _was_dismissed(self, node_id: NodeId) -> bool:
         """Return whether the node's agent was sent its order to stop."""
@@ -822,6 +831,21 @@ class Loop:
                 log.warning("retrying", extra={"what": what, "why": str(error)})
                 await asyncio.sleep(pause_s(tries, error))
                 tries += 1
+
+
+async def _until(over: Callable[[], bool], turned: asyncio.Event, within_s: float) -> None:
+    """Wait until a condition is met. The end of the time is no error.
+
+    Args:
+        over: The condition.
+        turned: Set when it may have become true.
+        within_s: Longest wait in seconds.
+    """
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(within_s):
+            while not over():
+                turned.clear()
+                await turned.wait()
 
 
 def _end_of_servers(job: Job | None, step: Step) -> ServersPresent | None:

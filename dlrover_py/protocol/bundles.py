@@ -1,11 +1,13 @@
 """Bundles of evidence as they are kept in a Secret: compressed, and bounded (docs/diagnosis.md)."""
 
 import gzip
+import json
 import zlib
 from collections.abc import Mapping, Sequence
 
 from pydantic import BaseModel, ValidationError
 
+from dlrover_py.protocol.agents import FailureKind
 from dlrover_py.protocol.diagnosis import NodeSnapshot
 from dlrover_py.protocol.names import NodeId
 from dlrover_py.protocol.status import EvidenceManifest
@@ -34,30 +36,50 @@ def folder_name(manifest: EvidenceManifest) -> str:
     return f"{manifest.number:06d}-{kind.value}"
 
 
+def has_own_failure(snapshot: NodeSnapshot) -> bool:
+    """Return whether a worker of a node has failed by itself, not because it lost another one."""
+    failures = (worker.failure for worker in snapshot.workers)
+    return any(one is not None and one.kind is not FailureKind.PEER for one in failures)
+
+
+def at_fault_first(
+    manifest: EvidenceManifest, nodes: Sequence[tuple[NodeId, NodeSnapshot]]
+) -> list[tuple[NodeId, NodeSnapshot]]:
+    """Return the nodes of a bundle in the order of their interest.
+
+    The node at fault comes first, then those on which a worker has failed by itself.
+    """
+    return sorted(nodes, key=lambda one: (one[0] != manifest.node, not has_own_failure(one[1])))
+
+
 def packed(
     manifest: EvidenceManifest, nodes: Sequence[tuple[NodeId, NodeSnapshot]], most_bytes: int
 ) -> bytes:
     """Return a compressed bundle, with as many nodes as fit, those at fault first.
+
+    It takes up to a second of CPU time, and belongs into a thread.
 
     Args:
         manifest: The manifest.
         nodes: Snapshots of the nodes.
         most_bytes: Greatest size of the result.
     """
-    guilty = set() if manifest.verdict is None else set(manifest.verdict.ranks[:1])
-    failed = "" if manifest.failure is None else manifest.failure.node
-
-    def at_fault(one: tuple[NodeId, NodeSnapshot]) -> bool:
-        return one[0] == failed or any(worker.rank in guilty for worker in one[1].workers)
-
-    kept = sorted(nodes, key=lambda one: not at_fault(one))
+    kept, size = list[tuple[NodeId, str]](), 0
+    for name, snapshot in at_fault_first(manifest, nodes):
+        text = snapshot.model_dump_json(by_alias=True, exclude_defaults=True)
+        size += len(text.encode())
+        if size > MAX_BYTES:
+            break
+        kept.append((name, text))
     while True:
         told = manifest.model_copy(update={"nodes": sorted(name for name, _ in kept)})
-        bundle = Bundle(manifest=told, nodes=dict(kept))
-        document = bundle.model_dump_json(by_alias=True, exclude_defaults=True).encode()
-        found = gzip.compress(document, compresslevel=6, mtime=0)
-        if not kept or (len(found) <= most_bytes and len(document) <= MAX_BYTES):
-            return found
+        parts = ",".join(f"{json.dumps(name)}:{text}" for name, text in kept)
+        head = told.model_dump_json(by_alias=True, exclude_defaults=True)
+        document = f'{{"manifest":{head},"nodes":{{{parts}}}}}'.encode()
+        if not kept or len(document) <= MAX_BYTES:
+            found = gzip.compress(document, compresslevel=6, mtime=0)
+            if not kept or len(found) <= most_bytes:
+                return found
         kept = kept[: len(kept) // 2]
 
 
@@ -80,16 +102,19 @@ def unpacked(data: bytes) -> Bundle:
         raise ValueError(f"expected a bundle: {error}") from error
 
 
-def newest(bundles: Mapping[str, int], most: int, most_bytes: int) -> set[str]:
+def newest(bundles: Mapping[str, int], most: int, most_bytes: int, written: str) -> set[str]:
     """Return the names of the newest bundles that may stay.
 
     Args:
         bundles: Size in bytes, by name.
         most: Greatest number of bundles.
         most_bytes: Greatest size of all of them.
+        written: The bundle that was just written. It stays though its number may be a low one: an
+            older journal counts from the number that it has.
     """
-    kept: set[str] = set()
-    for name in sorted(bundles, reverse=True)[:most]:
+    kept = {written}
+    most_bytes -= bundles[written]
+    for name in sorted(bundles.keys() - kept, reverse=True)[: most - 1]:
         most_bytes -= bundles[name]
         if most_bytes < 0:
             break

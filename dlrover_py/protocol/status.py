@@ -476,6 +476,8 @@ class EvidenceManifest(_StatusModel):
     """Why the job stands still; absent if it does not."""
     failure: Failure | None = None
     """The failure that ended the round; absent for another event."""
+    node: Words = ""
+    """The node at fault, whose snapshot is never left out; empty if none is named."""
     facts: list[Words] = Field(default_factory=list, max_length=64)
     """What was measured, in words: of a slow job, what each node spends in a step."""
     nodes: list[Words] = Field(default_factory=list, max_length=65_536)

@@ -310,6 +310,11 @@ def test_stop_lets_scripts_end_by_themselves_and_then_exits() -> None:
     assert told(core, WorkersGone(1)) == [Exit(0, "the job is over")]
 
 
+def test_the_workers_of_a_job_that_has_failed_are_looked_at_before_they_stop() -> None:
+    stop = assignment(2, STOP, stop_grace_s=30, exit_code=1, reason="n0: it failed")
+    assert told(running(), Assigned(stop)) == [Stop("n0: it failed", 30, graceful=True, fault=True)]
+
+
 def test_nothing_is_started_after_stop() -> None:
     core = running()
     told(core, Assigned(assignment(2, STOP)))

@@ -1,11 +1,24 @@
 """Bundles of evidence: for which events they are kept, what is in them, and how large they are."""
 
+import asyncio
+import base64
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
 import pytest
 
-from dlrover_py.master.core.diagnosis.crashes import LAST_LOOKS_S
-from dlrover_py.master.core.events import KeepEvidence, SnapshotArrived
-from dlrover_py.master.core.state import Step
-from dlrover_py.protocol.agents import FailureKind
+from dlrover_py.cli.runs import bundles
+from dlrover_py.kubernetes.kinds import Obj
+from dlrover_py.master.core.diagnosis.crashes import LAST_LOOKS_S, MOST_LOOKS
+from dlrover_py.master.core.events import KeepEvidence, Rules, SnapshotArrived
+from dlrover_py.master.core.state import Look, Step
+from dlrover_py.master.evidence import MAX_BUNDLE_BYTES, MAX_BUNDLES, BundleFolder, EvidenceStore
+from dlrover_py.master.evidence_secret import BundleSecret
+from dlrover_py.master.journal_store import FileJournalStore
+from dlrover_py.master.loop import Loop
+from dlrover_py.master.platform.static import StaticPlatform
+from dlrover_py.protocol.agents import Assignment, FailureKind
 from dlrover_py.protocol.bundles import MAX_BYTES, folder_name, newest, packed, unpacked
 from dlrover_py.protocol.diagnosis import (
     MAX_LAST_BYTES,
@@ -15,14 +28,21 @@ from dlrover_py.protocol.diagnosis import (
     NodeSnapshot,
     WorkerSnapshot,
 )
-from dlrover_py.protocol.names import NodeId
+from dlrover_py.protocol.names import NodeId, owner
 from dlrover_py.protocol.status import EvidenceManifest
 from tests.builders import Bench, SimAgent, crash, elastic_job, running, user_error
+from tests.loops import working
+
+if TYPE_CHECKING:
+    from dlrover_py.kubernetes.client import KubeClient
 
 
-def look(agent: SimAgent, round_number: int, *, number: int = 0) -> SnapshotArrived:
+def look(
+    agent: SimAgent, round_number: int, *, number: int = 0, failed: FailureKind | None = None
+) -> SnapshotArrived:
     rank = int(agent.node.removeprefix("n"))
-    worker = WorkerSnapshot(rank=rank, local_rank=0, output=["the last line"])
+    failure = None if failed is None else crash(failed)
+    worker = WorkerSnapshot(rank=rank, local_rank=0, output=["the last line"], failure=failure)
     snapshot = NodeSnapshot(boot_id=agent.boot, number=number, round=round_number, workers=[worker])
     return SnapshotArrived(agent.node, snapshot)
 
@@ -68,6 +88,75 @@ def test_a_last_look_that_does_not_come_is_waited_for_only_for_a_while() -> None
     assert one.manifest.missing == ["n0", "n2"]
 
 
+def test_the_bundle_of_a_slow_job_names_the_node_at_fault() -> None:
+    bench = running(elastic_job(2, restarts=3))
+    bench.job.live.look = Look(EvidenceKind.SLOW, "slow", node="n1")
+    bench.step()
+    bench.step(look(bench.agent("n0"), 1, number=1))
+    (one,) = kept(bench.step(look(bench.agent("n1"), 1, number=1)))
+    assert (one.manifest.kind, one.manifest.node) == (EvidenceKind.SLOW, "n1")
+
+
+@pytest.mark.parametrize("told", ["before", "after"])
+def test_the_node_at_fault_is_not_crowded_out_by_those_that_lost_their_peer(told: str) -> None:
+    bench = running(elastic_job(2 * MOST_LOOKS, restarts=3))
+    assert bench.job.state.world is not None
+    *others, last = [member.node for member in bench.job.state.world.members]
+    if told == "before":
+        fail(bench, last)
+    for node in reversed(others):
+        bench.step(look(bench.agent(node), 1, failed=FailureKind.PEER))
+    assert not kept(bench.step(look(bench.agent(others[-1]), 1, failed=FailureKind.PEER)))
+    out = bench.step(look(bench.agent(last), 1, failed=FailureKind.EXCEPTION))
+    if told == "after":
+        fail(bench, last)
+        bench.now += LAST_LOOKS_S + 1
+        out = bench.step()
+    (one,) = kept(out)
+    assert one.manifest.node == last
+    assert last in one.manifest.nodes
+    assert len(one.nodes) <= MOST_LOOKS
+    if told == "before":
+        assert not one.manifest.missing, "the first nodes are not crowded out either"
+
+
+def test_at_the_end_of_a_master_what_is_there_is_kept() -> None:
+    """On one machine, it ends once the nodes have ended; agents still send their looks."""
+    bench = running(elastic_job(3, restarts=0))
+    fail(bench, "n1")
+    assert bench.job.state.phase.ended
+    assert not kept(bench.step(look(bench.agent("n1"), 1)))
+    assert bench.job.detectors.end()
+    (one,) = kept(bench.step())
+    assert one.manifest.nodes == ["n1"]
+    assert one.manifest.missing == ["n0", "n2"]
+    assert not bench.job.detectors.end()
+
+
+async def test_a_master_that_ends_waits_until_its_evidence_is_kept(tmp_path: Path) -> None:
+    platform = StaticPlatform(elastic_job(1, restarts=0))
+    journal = FileJournalStore(tmp_path / "journal")
+    rules = Rules(can_create=False, exchange_s=0.01)
+    loop = Loop(platform, journal, rules, evidence=EvidenceStore(BundleFolder(tmp_path)))
+    agent = SimAgent(NodeId("n0"))
+    async with working(loop), asyncio.timeout(60):
+        while not loop.ready:
+            await asyncio.sleep(0.001)
+        while not agent.failure:
+            answer: asyncio.Queue[object] = asyncio.Queue()
+            loop.exchange(agent.node, agent.report(), answer.put_nowait)
+            if isinstance(said := await answer.get(), Assignment):
+                agent.receive(said)
+            if agent.running:
+                agent.fail(user_error())
+        loop.exchange(agent.node, agent.report(), lambda _: None)
+        while (status := loop.status()) is None or not status.phase.ended:
+            await asyncio.sleep(0.001)
+        await loop.keep_evidence(60.0)
+    (one,) = bundles(tmp_path)
+    assert (one.kind, one.node, one.missing) == (EvidenceKind.FAILURE, "n0", ["n0"])
+
+
 def manifest(**fields: object) -> EvidenceManifest:
     return EvidenceManifest.model_validate(
         {"number": 7, "at": 1.0, "round": 1, "reason": "", **fields}
@@ -75,7 +164,7 @@ def manifest(**fields: object) -> EvidenceManifest:
 
 
 def test_a_packed_bundle_keeps_the_node_at_fault_within_its_size() -> None:
-    guilty = HangVerdict(kind=HangKind.FROZEN, ranks=[3])
+    hang = manifest(verdict=HangVerdict(kind=HangKind.FROZEN, ranks=[3]), node="n3")
     noise = [f"{n * 2654435761 % 2**32:032x}" for n in range(40)]
     nodes = []
     for rank in range(4):
@@ -83,12 +172,12 @@ def test_a_packed_bundle_keeps_the_node_at_fault_within_its_size() -> None:
         worker = WorkerSnapshot(rank=rank, local_rank=0, output=lines)
         part = NodeSnapshot(boot_id="boot-0001", number=7, round=1, workers=[worker])
         nodes.append((NodeId(f"n{rank}"), part))
-    whole = packed(manifest(verdict=guilty), nodes, MAX_BYTES)
+    whole = packed(hang, nodes, MAX_BYTES)
     assert list(unpacked(whole).nodes) == ["n3", "n0", "n1", "n2"]
-    small = unpacked(packed(manifest(verdict=guilty), nodes, len(whole) - 1))
+    small = unpacked(packed(hang, nodes, len(whole) - 1))
     assert list(small.nodes) == ["n3", "n0"]
     assert small.manifest.nodes == ["n0", "n3"]
-    assert not unpacked(packed(manifest(verdict=guilty), nodes, 1)).nodes
+    assert not unpacked(packed(hang, nodes, 1)).nodes
     assert folder_name(small.manifest) == "000007-frozen"
     with pytest.raises(ValueError, match="expected a complete bundle"):
         unpacked(whole[:-9])
@@ -98,8 +187,99 @@ def test_a_packed_bundle_keeps_the_node_at_fault_within_its_size() -> None:
 
 def test_the_newest_bundles_stay() -> None:
     sizes = {"000001-frozen": 10, "000002-slow": 10, "000010-failure": 10}
-    assert newest(sizes, 2, 100) == {"000002-slow", "000010-failure"}
-    assert newest(sizes, 9, 15) == {"000010-failure"}
+    assert newest(sizes, 2, 100, "000010-failure") == {"000002-slow", "000010-failure"}
+    assert newest(sizes, 9, 15, "000010-failure") == {"000010-failure"}
+
+
+def test_the_bundle_that_was_just_written_stays_whatever_its_number_is() -> None:
+    sizes = {"000001-slow": 10, "000008-frozen": 10, "000009-failure": 10}
+    assert newest(sizes, 2, 100, "000001-slow") == {"000001-slow", "000009-failure"}
+    assert newest(sizes, 2, 15, "000001-slow") == {"000001-slow"}
+
+
+async def test_a_folder_with_later_numbers_takes_a_bundle(tmp_path: Path) -> None:
+    store = BundleFolder(tmp_path)
+    for number in range(50, 50 + MAX_BUNDLES):
+        await store.keep(KeepEvidence(manifest(number=number), ()))
+    assert Path(await store.keep(KeepEvidence(manifest(number=1), ()))).exists()
+    assert [one.number for one in bundles(tmp_path)] == [1, *range(51, 50 + MAX_BUNDLES)]
+
+
+class DumpedSnapshot(NodeSnapshot):
+    """A snapshot that notes the threads in which it was made JSON."""
+
+    def model_dump_json(self, **options: Any) -> str:
+        THREADS.setdefault(self.boot_id, []).append(threading.get_ident())
+        return super().model_dump_json(**options)
+
+
+THREADS: dict[str, list[int]] = {}
+
+
+def large(count: int) -> list[tuple[NodeId, NodeSnapshot]]:
+    """Snapshots of half a megabyte each."""
+    THREADS.clear()
+    lines = [("x" * 250) + str(n) for n in range(40)]
+    workers = [WorkerSnapshot(rank=n, local_rank=n, output=lines) for n in range(50)]
+    return [
+        (
+            NodeId(f"n{n:03d}"),
+            DumpedSnapshot(boot_id=f"boot-{n:04d}", number=7, round=1, workers=workers),
+        )
+        for n in range(count)
+    ]
+
+
+def test_a_large_bundle_is_made_json_once_and_only_up_to_its_size() -> None:
+    small = unpacked(packed(manifest(node="n079"), large(80), MAX_BYTES))
+    assert next(iter(small.nodes)) == "n079"
+    assert 16 <= len(small.nodes) < 40
+    assert small.manifest.nodes == sorted(small.nodes)
+    assert {len(threads) for threads in THREADS.values()} == {1}
+    assert len(THREADS) <= len(small.nodes) + 1, "the others cost nothing"
+
+
+class OneSecret:
+    """An API server that has one Secret."""
+
+    def __init__(self, secret: Obj) -> None:
+        self.secret = secret
+
+    async def get(self, *_: object) -> Obj:
+        return self.secret
+
+    async def replace(self, _: object, secret: Obj) -> None:
+        self.secret = secret
+
+
+async def test_a_bundle_for_a_secret_is_made_in_a_thread() -> None:
+    """That of 2,000 nodes took six seconds, in which the master answered no agent."""
+    server = OneSecret({"metadata": {"name": "e", "ownerReferences": [owner("x", "uid")]}})
+    store = BundleSecret(cast("KubeClient", server), "default", "e", job_uid="uid")
+    await store.keep(KeepEvidence(manifest(kind=EvidenceKind.SLOW), tuple(large(2))))
+    assert THREADS
+    assert threading.get_ident() not in {one for threads in THREADS.values() for one in threads}
+    (content,) = server.secret["data"].values()
+    assert list(unpacked(base64.b64decode(content)).nodes) == ["n000", "n001"]
+
+
+async def test_a_folder_keeps_the_node_at_fault_within_its_size(tmp_path: Path) -> None:
+    nodes = large(80)
+    folder = await BundleFolder(tmp_path).keep(KeepEvidence(manifest(node="n079"), tuple(nodes)))
+    (one,) = bundles(tmp_path)
+    assert "n079" in one.nodes
+    assert one.nodes == sorted(one.nodes)
+    assert len(one.nodes) < 80
+    written = sum(path.stat().st_size for path in Path(folder).glob("n*.json"))
+    assert written <= MAX_BUNDLE_BYTES
+
+
+def test_snapshots_after_a_lost_journal_have_later_numbers_than_all_before() -> None:
+    bench = running(elastic_job(1, restarts=3))
+    bench.job.skip(1, 1, 1)
+    fail(bench, "n0")
+    (one,) = kept(bench.step(look(bench.agent("n0"), 1)))
+    assert folder_name(one.manifest) > folder_name(manifest(number=99_999))
 
 
 def test_a_last_look_is_cut_to_its_size() -> None:

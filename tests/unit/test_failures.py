@@ -521,7 +521,51 @@ def test_an_exception_after_a_group_is_the_last_one() -> None:
     assert death(stderr_tail=PLAIN + GROUP).message.startswith("raised ExceptionGroup: unhandled")
 
 
+# As Python prints them before 3.13: the further lines of a text have no margin.
+LINES = """\
+  + Exception Group Traceback (most recent call last):
+  |   File "/job/train.py", line 8, in <module>
+  |     f()
+  | ExceptionGroup: a
+b
+
+c (2 sub-exceptions)
+  +-+---------------- 1 ----------------
+    | ExceptionGroup: in
+ner (1 sub-exception)
+    +-+---------------- 1 ----------------
+      | ValueError: v
+w
+      +------------------------------------
+    +---------------- 2 ----------------
+    | KeyError: 'label'
+    +------------------------------------
+"""
+ALONE = PLAIN.partition("\n")[2]
+IN_THREAD = f"Exception in thread Thread-1 (f):\n{GROUP}"
+
+
+@pytest.mark.parametrize("after", ["", "the end\n", IN_THREAD, f"Exception ignored in: x\n{ALONE}"])
+def test_a_group_whose_texts_have_several_lines_is_told(after: str) -> None:
+    assert death(stderr_tail=LINES + after).message == (
+        "raised ExceptionGroup: a b c (2 sub-exceptions), of which the first is ValueError: v w"
+    )
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_a_group_that_does_not_end_the_program_is_not_the_cause(chained: bool) -> None:
+    group = IN_THREAD
+    if chained:
+        chain = "\nDuring handling of the above exception, another exception occurred:\n\n"
+        group = f"Exception in thread T (f):\n{ALONE}{chain}{GROUP}"
+    for text in (PLAIN + group, group + PLAIN):
+        assert death(stderr_tail=text).message == "raised ValueError: loss is nan at step 417"
+    assert death(stderr_tail=NESTED + group).message.startswith("raised ExceptionGroup: outer")
+    only = death(stderr_tail=group)
+    assert only.message.startswith("raised ExceptionGroup: unhandled"), "there is no other"
+
+
 @settings(max_examples=200)
-@given(st.lists(st.sampled_from([*GROUP.splitlines(), *NESTED.splitlines(), ""])))
+@given(st.lists(st.sampled_from([*GROUP.splitlines(), *LINES.splitlines(), *PLAIN.splitlines()])))
 def test_any_part_of_a_group_is_described(lines: list[str]) -> None:
     assert death(stderr_tail="\n".join(lines)).message

@@ -188,6 +188,17 @@ def test_segments_sent_again_and_lost_packets_are_reported(tmp_path: Path) -> No
     assert machine.read(10, 0, 0, 0) == NodeLoad(), "the counters were set back"
 
 
+def test_on_an_idle_network_a_segment_that_is_sent_again_says_nothing(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    machine.read(0, 0, 0, 0)
+    machine.network = NetworkCounters(segments=20, resent=1)
+    assert machine.read(10, 0, 0, 0) == NodeLoad()
+    machine.network = NetworkCounters(segments=20 + 380, resent=1 + 20)
+    assert machine.read(10, 0, 0, 0) == NodeLoad()
+    machine.network = NetworkCounters(segments=400 + 480, resent=21 + 20)
+    assert machine.read(10, 0, 0, 0) == NodeLoad(resent=0.04)
+
+
 def test_the_kernels_files_are_read_without_the_loopback(tmp_path: Path) -> None:
     (tmp_path / "dev").write_text(
         "Inter-|   Receive                            |  Transmit\n"

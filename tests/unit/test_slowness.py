@@ -163,6 +163,20 @@ def test_a_change_is_found_with_its_cause(
         assert 20 <= found.since <= 24
 
 
+@pytest.mark.parametrize(("every", "kind"), [(1, SlowKind.LINK), (3, SlowKind.UNKNOWN)])
+def test_segments_sent_again_in_a_few_windows_are_no_bad_link(every: int, kind: SlowKind) -> None:
+    windows = 0
+
+    def change(name: str, parts: Parts) -> Parts:
+        nonlocal windows
+        windows += name == "n1"
+        return on("n1", resent=0.3 * (windows % every == 0))(name, parts)
+
+    found = judged(change, 1.3)
+    assert found is not None
+    assert found.kind is kind
+
+
 @pytest.mark.parametrize(
     ("part", "words"),
     [
@@ -830,4 +844,6 @@ def test_the_bundle_of_a_slow_job_has_what_each_node_spends_in_a_step() -> None:
         "n2: nothing that is measured",
     )
     many = {f"n{n}": Parts() for n in range(1000)}
-    assert len(facts(Window(step=7, step_s=1.0, nodes=many))) == MOST_FACTS
+    found = facts(Window(step=7, step_s=1.0, nodes=many), "n999")
+    assert len(found) == MOST_FACTS
+    assert found[1].startswith("n999: "), "the node at fault is never left out"

@@ -15,7 +15,7 @@ from dlrover_agent.channels.probe_socket import ProbeServer
 from dlrover_agent.snapshot import IdleClock, SnapshotTaker, io_bytes, process_facts, read_spied
 from dlrover_py.cli.runs import bundles, node_snapshot
 from dlrover_py.master.core.events import EvidenceKept, KeepEvidence
-from dlrover_py.master.evidence import MAX_BUNDLES, BundleFolder, EvidenceStore
+from dlrover_py.master.evidence import MAX_BUNDLES, MAX_WAITING, BundleFolder, EvidenceStore
 from dlrover_py.process import probe
 from dlrover_py.process.identity import ProcessId
 from dlrover_py.protocol import names
@@ -152,8 +152,7 @@ async def test_a_last_look_never_keeps_a_stop_and_is_sent_by_few_nodes(path: Pat
     stops: list[int] = []
     taker.stop_workers(lambda: stops.append(1), look=True)
     taker.stop_workers(lambda: stops.append(2), look=True)
-    assert stops == [1], "the next stop does not wait for the look of the one before"
-    taker.stop_now()
+    assert stops == [1, 2], "no stop waits for the look of the one before, or for another one"
     taker.stop_now()
     assert stops == [1, 2]
     taker.round_over([])
@@ -166,6 +165,84 @@ async def test_a_last_look_never_keeps_a_stop_and_is_sent_by_few_nodes(path: Pat
     await taker.close()
     assert len(master.taken) == 1
     assert stops == [1, 2, 3]
+
+
+async def test_nodes_that_only_lost_their_peer_send_no_look_beyond_the_first(path: Path) -> None:
+    """Else all nodes of a large job would, as all lose a peer."""
+    master = Master()
+    workers = list[Looked]()
+    taker = SnapshotTaker(path, "boot-0001", master, lambda: workers)
+    taker.new_round(order(0).model_copy(update={"node_rank": LAST_LOOK_NODES}))
+    peer = crash(FailureKind.PEER)
+    for failures in ([peer], [], [peer, failed(4)]):
+        taker.stop_workers(lambda: None, look=True)
+        taker.round_over(failures)
+    await asyncio.wait_for(master.arrived.wait(), 30)
+    await taker.close()
+    assert len(master.taken) == 1
+
+
+async def test_a_look_that_cannot_be_sent_gives_way_to_the_next_one(path: Path) -> None:
+    master = Master(failures=1)
+    workers = list[Looked]()
+    taker = SnapshotTaker(path, "boot-0001", master, lambda: workers)
+    for number in (3, 4):
+        taker.new_round(order(0).model_copy(update={"round": number}))
+        taker.stop_workers(lambda: None, look=True)
+        taker.round_over([])
+        await asyncio.sleep(0)  # the first attempt fails
+    await asyncio.wait_for(master.arrived.wait(), 30)
+    before = asyncio.all_tasks() - {asyncio.current_task()}
+    await taker.close()
+    assert [look.round for look in master.taken] == [4]
+    assert not asyncio.all_tasks() & before
+
+
+async def test_a_second_stop_of_a_round_does_not_replace_its_look(path: Path) -> None:
+    """The node that fails stops by itself; the order of the master comes meanwhile."""
+    master = Master()
+    workers = [Looked(OWN), Looked(None)]
+    taker = SnapshotTaker(path, "boot-0001", master, lambda: workers)
+    taker.new_round(order(0))
+    stopped = asyncio.Event()
+    taker.last_look_s = 0.01
+    taker.stop_workers(stopped.set, look=True)
+    await asyncio.wait_for(stopped.wait(), 30)
+    workers[0] = Looked(None)  # it has followed the signal
+    again: list[int] = []
+    taker.stop_workers(lambda: again.append(1), look=True)
+    assert again == [1]
+    taker.round_over([failed(5)])
+    await asyncio.wait_for(master.arrived.wait(), 30)
+    await taker.close()
+    assert master.taken[0].workers[0].remarks == ["its probe does not answer"]
+
+
+async def test_only_some_bundles_wait_for_a_slow_place_and_the_end_waits_for_them() -> None:
+    place = SlowPlace()
+    store = EvidenceStore(place)
+    done: list[EvidenceKept] = []
+    await store.finish(0.0)
+    for number in range(1, MAX_WAITING + 4):
+        manifest = EvidenceManifest(number=number, at=1.0, round=1, reason="asked")
+        store.keep(KeepEvidence(manifest, ()), done.append)
+        await asyncio.sleep(0)
+    await store.finish(0.01)
+    assert not done, "the end of the time is no error"
+    place.open.set()
+    await store.finish(30.0)
+    assert [kept.number for kept in done] == [1, *range(4, MAX_WAITING + 4)]
+
+
+class SlowPlace:
+    """A place for bundles that takes none until it is opened."""
+
+    def __init__(self) -> None:
+        self.open = asyncio.Event()
+
+    async def keep(self, evidence: KeepEvidence) -> str:
+        await self.open.wait()
+        return f"place {evidence.manifest.number}"
 
 
 async def _connected(server: ProbeServer) -> bool:

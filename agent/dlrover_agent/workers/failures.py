@@ -42,6 +42,10 @@ _GROUP = "+ Exception Group Traceback"
 _GROUP_HEAD = re.compile(r"^ *\+ Exception Group Traceback \(most recent call last\):$", re.M)
 """The first line of an exception group that Python prints; nested groups have no plus there."""
 _IN_GROUP = re.compile(r" +[|+]")
+_HEAD = re.compile(r"(?:^ *\+ Exception Group )?Traceback \(most recent call last\):", re.MULTILINE)
+"""The beginning of a traceback, or of a group with all its tracebacks."""
+_GROUP_CLOSED = re.compile(r"^ +\+-{36}$(?!\n +\+-)", re.MULTILINE)
+"""The last line of a group. After that of a group in it, its next exception may follow."""
 _FIRST_MEMBER = re.compile(r"( *)\+-\+-+ 1 -+$")
 """The line above the first exception of a group."""
 _RAISED = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<text>.*))?$", re.DOTALL)
@@ -335,25 +339,96 @@ class _ExceptionGroup:
 
 def _group_in(text: str) -> _ExceptionGroup | None:
     """Return the exception group at the end of a text; None if another exception is the last."""
-    text = _RANK.sub("", text.encode("utf-8", "replace").decode())
-    heads = list(_GROUP_HEAD.finditer(text))
-    if not heads:
+    text = _unranked(text)
+    chains = _chains(text)
+    own = [one for one in chains if not one.secondary] or chains
+    if not own or not _GROUP_HEAD.match(text, own[-1].head):
         return None
-    lines = text[heads[-1].start() :].splitlines()
-    block = list(takewhile(_IN_GROUP.match, lines))
-    if any(_TRACEBACK_HEAD in line for line in lines[len(block) :]):
-        return None
+    last = own[-1]
+    block = text[last.head : last.end].splitlines()
     member: Sequence[str] = block
     raised = ""
     while (found := _first_member(member)) is not None:
-        own, member = found
-        raised = raised or " ".join(_split(_unmargined(own))[1].split())
+        above, member = found
+        raised = raised or _raised_by(above)
     inner = _unmargined(member)
     # An exception that was never raised has no traceback.
     first = _traceback_in(inner) or f"{_TRACEBACK_HEAD}\n{inner.strip()}"
     if not raised or not inner.strip():
         return None
     return _ExceptionGroup("\n".join(block), _truncate(raised, 400), inner, first)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    """Exceptions that Python prints together, as one has led to the next, as offsets in a text."""
+
+    start: int
+    """Begin of the first one."""
+    head: int
+    """Begin of the last one."""
+    end: int
+    """End of a group; of another exception, the end of its first line."""
+    secondary: bool
+    """Whether it does not end the program."""
+
+
+def _chains(text: str) -> list[_Chain]:
+    """Return the chains of exceptions in a text; what is in a group belongs to it."""
+    found: list[_Chain] = []
+    for match in _HEAD.finditer(text):
+        head, end = match.start(), match.end()
+        if found and head < found[-1].end:
+            continue
+        if _GROUP_HEAD.match(text, head):
+            end = _group_end(text, head)
+        if found and _CHAINED.search(text, found[-1].head, head):
+            start, secondary = found[-1].start, found.pop().secondary
+        else:
+            start, secondary = head, bool(_SECONDARY.match(_line_before(text, head)))
+        found.append(_Chain(start, head, end, secondary))
+    return found
+
+
+def _group_end(text: str, head: int) -> int:
+    """Return the offset of the end of a group.
+
+    Until Python 3.12, the further lines of an exception's text have no margin.
+
+    Args:
+        text: A text without prefixes of ranks.
+        head: Offset of the group.
+    """
+    following = _GROUP_HEAD.search(text, head + 1)
+    last = following.start() if following is not None else len(text)
+    if (closed := _GROUP_CLOSED.search(text, head, last)) is not None:
+        return closed.end()
+    lines = text[head:last].splitlines(keepends=True)  # its end is missing
+    return head + sum(len(line) for line in takewhile(_IN_GROUP.match, lines))
+
+
+def _without_secondary_groups(text: str) -> str:
+    """Return a text without the groups that do not end the program; all, if nothing else does."""
+    text = _unranked(text)
+    chains = _chains(text)
+    if all(one.secondary for one in chains):
+        return text
+    for one in reversed(chains):
+        if one.secondary and _GROUP_HEAD.match(text, one.head):
+            # The empty line keeps what follows apart from the line above the group.
+            text = f"{text[: one.start]}\n{text[one.end :]}"
+    return text
+
+
+def _raised_by(above: Sequence[str]) -> str:
+    """Return the name and the text of a group in one line.
+
+    Args:
+        above: Its lines above its first exception, with margins.
+    """
+    lines = _unmargined(above).splitlines()
+    frames = [n for n, one in enumerate(lines) if one[:1].isspace() or _TRACEBACK_HEAD in one]
+    return " ".join(" ".join(lines[frames[-1] + 1 if frames else 0 :]).split())
 
 
 def _first_member(lines: Sequence[str]) -> tuple[Sequence[str], Sequence[str]] | None:
@@ -385,7 +460,7 @@ def _traceback_in(text: str) -> str:
     A chain below a line such as ``Exception in thread`` does not end the program. It counts only if
     there is no other.
     """
-    text = _plain(text)
+    text = _plain(_without_secondary_groups(text))
     heads = [found.start() for found in re.finditer(re.escape(_TRACEBACK_HEAD), text)]
     if not heads:
         found = _SYNTAX.findall(text)
@@ -427,8 +502,13 @@ def _plain(text: str) -> str:
     torch.distributed puts a prefix such as ``[rank1]: `` before each line once there is a process
     group.
     """
-    text = _RANK.sub("", text.encode("utf-8", "replace").decode())
+    text = _unranked(text)
     return _MARGIN.sub("", text) if _GROUP in text else text
+
+
+def _unranked(text: str) -> str:
+    """Return a text without unpaired surrogates and rank prefixes."""
+    return _RANK.sub("", text.encode("utf-8", "replace").decode())
 
 
 def _split(trace: str) -> tuple[str, str]:

@@ -99,11 +99,11 @@ class Job:
         self._servers = Servers(context, transitions, capacity)
         self._rounds = Rounds(context, transitions, assignments, checkpointing, admission, scaler)
         self._spec_changes = SpecChanges(context, transitions, capacity, departures, checkpointing)
-        self._detectors = Detectors(context, assignments, admission, failures, transitions)
+        self.detectors = Detectors(context, assignments, admission, failures, transitions)
         self._goodput, self._advice = Goodput(context), ResourceAdvice(context)
         training = TrainingReports(context, transitions, failures, self._goodput, tuning)
         self._reports = Reports(context, assignments, admission, departures, failures, training)
-        self._readers_of_reports = self._reports, self._sharding, self._detectors
+        self._readers_of_reports = self._reports, self._sharding, self.detectors
         self._status = StatusReport(context, self._goodput)
         self._written = -1
         """Generation of the state that was returned last."""
@@ -167,7 +167,7 @@ class Job:
         """Continue above these numbers: masters whose journal is lost have used them.
 
         There may be more nodes than these numbers show. No node is requested before the platform
-        has listed the existing nodes.
+        has listed the existing nodes. Snapshots are numbered from the Unix time on.
 
         Args:
             number: The highest round.
@@ -177,7 +177,7 @@ class Job:
         """
         servers = self.state.servers
         servers.next = max(servers.next, server + 1)
-        self.state.round = Round(number)
+        self.state.round, self.state.snapshots = Round(number), int(self.live.wall)
         self.state.next_node = max(self.state.next_node, node + 1)
         self.state.next_event = max(self.state.next_event, event + 1)
         self._capacity.unlisted = self.live.rules.can_create
@@ -203,10 +203,10 @@ class Job:
         self._reports.record_joined()
         self._departures.expire()
         self._spec_changes.suspend_or_resume()
-        self._detectors.decide()
+        self.detectors.decide()
         self._advice.decide()
         self._failures.resolve_suspected_failure()
-        self._detectors.keep_evidence()
+        self.detectors.keep_evidence()
         self._failures.reset_budgets()
         self._tuning.decide()
         self._admission.check_nodes()
@@ -250,9 +250,9 @@ class Job:
                 for component in self._readers_of_reports:
                     component.take_report(node_id, report)
             case SnapshotArrived():
-                self._detectors.take_snapshot(event)
+                self.detectors.take_snapshot(event)
             case EvidenceKept():
-                self._detectors.evidence_kept(event)
+                self.detectors.evidence_kept(event)
             case Disconnected(node_id, boot_id, seq):
                 live.nodes.disconnected(node_id, boot_id, seq, live.now)
             case RestoreAsked(number, round_number):
@@ -271,7 +271,7 @@ class Job:
                 live.nodes.stalled(live.now, seconds)
                 self._sharding.stalled(seconds)
                 self._autoscaler.stalled()
-                self._detectors.stalled(seconds)
+                self.detectors.stalled(seconds)
                 self._failures.stalled()
             case NodeSeen(node) if is_server(node):
                 self._servers.node_seen(event)

@@ -427,6 +427,8 @@ class Look:
     """What was found, in words."""
     facts: tuple[str, ...] = ()
     """What was measured, in words."""
+    node: str = ""
+    """The node at fault; empty if none is named."""
 
 
 @dataclass(slots=True)

@@ -9,10 +9,13 @@ from dlrover_py.master.core.events import KeepEvidence, SnapshotArrived
 from dlrover_py.master.core.history import CoreContext
 from dlrover_py.master.core.policy import in_words, with_cause
 from dlrover_py.protocol.agents import FailureKind
+from dlrover_py.protocol.bundles import has_own_failure
 from dlrover_py.protocol.diagnosis import LAST_LOOK_NODES, EvidenceKind, NodeSnapshot
 from dlrover_py.protocol.names import NodeId
 from dlrover_py.protocol.status import EvidenceManifest, Failure
 
+MOST_LOOKS = 2 * LAST_LOOK_NODES
+"""Most last looks that are kept: they must not take all memory of this master."""
 LAST_LOOKS_S = 5.0
 """Seconds that nodes have to send their last look. They send it once their workers have ended."""
 
@@ -33,7 +36,11 @@ class CrashEvidence:
         """Last looks at the newest round that has ended, which may come before its failure."""
 
     def take_look(self, event: SnapshotArrived) -> None:
-        """Take in a node's last look at a round. One that is late, or not asked for, is dropped."""
+        """Take in a node's last look at a round. One that is late is dropped.
+
+        Beyond ``MOST_LOOKS``, the least interesting one goes: workers on all nodes of a large job
+        may fail because of one.
+        """
         node, snapshot = self.live.nodes.get(event.node), event.snapshot
         if node is None or node.boot_id != snapshot.boot_id:
             return
@@ -42,9 +49,15 @@ class CrashEvidence:
             return
         if snapshot.round > newest:
             self._looks.clear()
-        # A failed worker is always of interest, but it must not take all memory of this master.
-        if len(self._looks) < 2 * LAST_LOOK_NODES:
-            self._looks[event.node] = snapshot
+        self._looks[event.node] = snapshot
+        if len(self._looks) > MOST_LOOKS:
+            # Of equal ones, the newest one goes.
+            del self._looks[min(reversed(self._looks), key=self._interest)]
+
+    def _interest(self, node: NodeId) -> tuple[bool, bool, bool]:
+        """Return how much the last look of a node is wanted; compare it with that of another."""
+        failed = self._failure is not None and self._failure.node == node
+        return failed, has_own_failure(self._looks[node]), node in self._asked
 
     def decide(self) -> None:
         """Await the last looks at a round that has failed, and keep the bundle once they are there.
@@ -76,9 +89,15 @@ class CrashEvidence:
         else:
             self._keep()
 
+    def end(self) -> bool:
+        """Wait for no further looks; return whether a bundle waits for the next decision."""
+        self._due = 0.0
+        return self._failure is not None
+
     def _keep(self) -> None:
         """Keep the bundle of the failure that is awaited."""
         failure, self._failure = self._failure, None
+        asked, self._asked = self._asked, set()
         assert failure is not None
         looks = {n: one for n, one in self._looks.items() if one.round == failure.round}
         workers = [w for node in sorted(looks) for w in looks[node].workers]
@@ -92,8 +111,9 @@ class CrashEvidence:
             step=failure.worker.step,
             reason=with_cause(f"{failure.node}: {in_words(failure.worker)}", failure.worker),
             failure=failure,
+            node=failure.node,
             nodes=sorted(looks),
-            missing=sorted(self._asked - looks.keys()),
+            missing=sorted(asked - looks.keys()),
             lines=folded(workers),
         )
         self.live.emit(KeepEvidence(manifest, tuple(sorted(looks.items()))))

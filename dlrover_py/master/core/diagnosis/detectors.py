@@ -68,6 +68,14 @@ class Detectors:
         self._slow.decide()
         self._hang.decide()
 
+    def end(self) -> bool:
+        """Have the evidence of a failure kept with the next decision, as this master ends.
+
+        Returns:
+            Whether there is such evidence.
+        """
+        return self._crashes.end()
+
     def keep_evidence(self) -> None:
         """Begin to keep the evidence of failures, once their causes are decided."""
         self._crashes.decide()

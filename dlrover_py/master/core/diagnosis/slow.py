@@ -193,7 +193,9 @@ class SlowJob:
                 warning=True,
             )
             self._told, self._seen = slow, 0
-            self.live.look = Look(EvidenceKind.SLOW, self.live.slow, facts(window))
+            self.live.look = Look(
+                EvidenceKind.SLOW, self.live.slow, facts(window, slow.node), slow.node
+            )
         if self.live.spec.spec.diagnosis.slow == "act" and (why := self._check(slow)):
             self.live.slow += f". It is not checked: {why}"
 
@@ -236,14 +238,18 @@ class SlowJob:
         self.log.record(EventReason.SLOW_OVER, why, cause=self._event)
 
 
-def facts(window: Window) -> tuple[str, ...]:
+def facts(window: Window, first: str = "") -> tuple[str, ...]:
     """Return what each node has spent in a step, and what it has lacked, in words.
 
     What is neither computed by the thread that trains nor waited for data is its wait for other
     ranks, or for a device.
+
+    Args:
+        window: The newest steps.
+        first: The node that comes first, as the lines of many nodes are left out.
     """
     found = [f"a step takes {window.step_s:.3g} s"]
-    for name, parts in sorted(window.nodes.items()):
+    for name, parts in sorted(window.nodes.items(), key=lambda one: (one[0] != first, one[0])):
         waits = window.step_s - parts.data - parts.cpu
         numbers = {n: v for n, v in asdict(parts).items() if isinstance(v, float) and v}
         words = [f"{part} {value:.3g}" for part, value in numbers.items()]

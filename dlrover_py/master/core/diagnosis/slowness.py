@@ -458,7 +458,15 @@ class SlowWatch:
             kind, node = machine
             value, old = (now[node].cpu, before[node].cpu) if node else (0.0, 0.0)
             return Slowness(kind, node, since, level, usual, value, old)
-        if (one := found(SlowKind.LINK, "resent", RESENT)) is not None:
+        # A burst in one of the windows is no bad link, though it raises the mean.
+        often = [
+            window
+            for window in newest
+            if any(
+                p.resent - before[n].resent >= RESENT for n, p in window.nodes.items() if n in now
+            )
+        ]
+        if 2 * len(often) > len(newest) and (one := found(SlowKind.LINK, "resent", RESENT)):
             return replace(one, resends=True)
         for part in ("pressure", "memory", "io"):
             if (one := found(SlowKind.NEIGHBOUR, part, THROTTLED)) is not None:

@@ -235,6 +235,7 @@ class Diagnosis:
             step=self._clock.step,
             reason=reason,
             verdict=verdict,
+            node=look.node or (self._node_of(verdict) if verdict is not None else "") or "",
             facts=list(look.facts),
             nodes=sorted(self._taken),
             missing=missing,

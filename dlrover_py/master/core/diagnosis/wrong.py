@@ -136,7 +136,7 @@ class WrongValues:
         reason = _REASONS[kind]
         event = self.log.record(reason, message, node=node, warning=True)
         if policy == "tell":
-            self.live.look = Look(EvidenceKind.WRONG, message)
+            self.live.look = Look(EvidenceKind.WRONG, message, node=node if ranks else "")
             return False
         self.live.checkpoints.reject(self.state.round, good)
         if policy == "stop":
