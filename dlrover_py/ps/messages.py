@@ -156,12 +156,21 @@ class BucketCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class CopyProgress:
+    """How much of a copy of a bucket a follower has."""
+
+    bucket: int
+    term: int
+    next_part: int
+    """Number of the part that it needs next."""
+
+
+@dataclass(frozen=True, slots=True)
 class PartsTaken:
     """What a follower has of copies that are not complete. The primary sends the next parts."""
 
     sender: str
-    parts: tuple[tuple[int, int, int], ...]
-    """Buckets, with the term, and the number of the next part."""
+    parts: tuple[CopyProgress, ...]
 
 
 @dataclass(frozen=True, slots=True)

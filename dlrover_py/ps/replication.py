@@ -2,8 +2,9 @@
 
 A primary applies a push, sends the changed rows to its followers, and acknowledges when each
 *required* follower has them. A follower takes a change only if it has the state before it;
-otherwise it asks for a copy of the bucket. A message of an older term is ignored, so the primary of
-an older term gets no answer and can acknowledge nothing that needs one.
+otherwise it asks for a copy of the bucket, whose parts ``bucket_copies`` makes and takes. A message
+of an older term is ignored, so the primary of an older term gets no answer and can acknowledge
+nothing that needs one.
 
 With synchronous steps, a push only waits at first, in the primary and its followers. It is
 acknowledged then. When the map says that the step is over, the primary adds the pushes of the step
@@ -11,10 +12,12 @@ and applies their sum. If it says that the step never will be over, they do not 
 """
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
+from dlrover_py.ps.bucket_copies import PART_BYTES, IncomingCopies, OutgoingCopies
+from dlrover_py.ps.bucket_state import BucketState, Data, Rows, StepPush
 from dlrover_py.ps.cluster_map import AckMode, ClusterMap, Placement, StepId, Steps
 from dlrover_py.ps.messages import (
     BucketCopy,
@@ -31,78 +34,13 @@ from dlrover_py.ps.messages import (
     RefusalReason,
     RefusedRequest,
     Replicate,
-    WaitingPush,
 )
-from dlrover_py.ps.specs import ConsistencyKind, RowFormat, TableSpec
+from dlrover_py.ps.specs import ConsistencyKind
 
-Rows = list[tuple[str, list[Any]]]
-"""A payload: arrays of tables, which this module only passes on."""
 Route = bytes
 """The connection of a worker."""
 MAX_EARLY = 64
 """Requests that a server keeps until it has the map of their worker."""
-PART_BYTES = 32 << 20
-"""Bytes of a part of a copy. A server reads, sends or takes one in some 0.1 s."""
-
-
-class Data(Protocol):
-    """The rows of a server, as :class:`dlrover_py.ps.store.Store` keeps them."""
-
-    def add(self, specs: Iterable[TableSpec]) -> None:
-        """Make tables that do not exist yet."""
-
-    def knows(self, payload: Rows) -> bool:
-        """Return whether all tables of a payload exist here."""
-
-    def fault(self, payload: Rows, buckets: Collection[int], *, grads: bool) -> str:
-        """Return why a payload cannot be used; empty if it can.
-
-        Args:
-            payload: The payload of a push or a pull.
-            buckets: The buckets that its rows may be in.
-            grads: Whether it must have gradients.
-        """
-
-    def read(
-        self, payload: Rows, buckets: Collection[int], formats: Mapping[str, RowFormat]
-    ) -> Rows:
-        """Return the rows of a pull that are in some buckets, in the order of the pull.
-
-        Args:
-            payload: The payload of the pull.
-            buckets: The buckets.
-            formats: How the rows of a table are to be sent, if not as float32.
-        """
-
-    def apply(self, payload: Rows, buckets: Collection[int]) -> Rows:
-        """Apply the part of a push that is in some buckets; return the records."""
-
-    def merge(self, payloads: Iterable[Rows], buckets: Collection[int]) -> Rows:
-        """Apply the sum of several pushes, as far as it is in some buckets; return the records.
-
-        Args:
-            payloads: The pushes. Their order is that of the additions.
-            buckets: The buckets.
-        """
-
-    def install(self, payload: Rows, buckets: Collection[int]) -> None:
-        """Take over the records that are in some buckets."""
-
-    def select(self, payload: Rows, buckets: Collection[int]) -> Rows:
-        """Return the part of a payload that is in some buckets."""
-
-    def parts(self, bucket: int, most_bytes: int) -> Iterator[tuple[Rows, bool]]:
-        """Yield the records of a bucket in parts, and whether a part is the last one.
-
-        The rows may be changed between two parts: see :class:`dlrover_py.ps.messages.BucketCopy`.
-
-        Args:
-            bucket: The bucket.
-            most_bytes: Bytes of a part, unless one row is larger.
-        """
-
-    def drop(self, buckets: Collection[int]) -> None:
-        """Remove the rows of some buckets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,58 +62,16 @@ class _Follower:
     """Whether it gets each change."""
     held: int = -1
     """The newest version that it has in the primary's history; -1 before the first answer."""
-    copied: int = -1
-    """The version of the part of a copy that is on its way; -1 without one."""
-    copy: int = 0
-    """Number of the copy."""
-    part: int = 0
-    """Number of its next part."""
-    parts: Iterator[tuple[Rows, bool]] | None = None
-    """Its next parts."""
     synced_at: int = -1
     """The version from which on it is required; it is in sync when it has that one."""
     due: float = 0.0
     """When its state is compared again."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """A push that is applied when its step is over."""
-
-    number: tuple[int, int]
-    """Incarnation and sequence number."""
-    step: StepId
-    payload: Rows
-    """Ids and gradients. It may have rows of other buckets, which do not count."""
-
-
 @dataclass(slots=True)
-class _Incoming:
-    """A copy of which a follower has some parts."""
+class _Bucket(BucketState):
+    """The state of a bucket, and what its primary knows of the copies."""
 
-    copy: tuple[str, int]
-    """The primary, and its number of the copy."""
-    state: tuple[int, int]
-    """Last term and version of the primary's rows at the last part, or change since."""
-    kept: list[Rows] | None = None
-    """The parts and changes, if the follower still needs the rows that it has. None: it has taken
-    them over at once."""
-    parts: int = 0
-    """How many parts there are."""
-
-
-@dataclass(slots=True)
-class _BucketState:
-    term: int = 0
-    """The greatest term that was seen."""
-    last_term: int = 0
-    version: int = 0
-    """-1 if there are rows of a part of a copy only: no change fits them."""
-    incoming: _Incoming | None = None
-    """The copy that is coming, if this server is a follower."""
-    clients: dict[str, tuple[int, int]] = field(default_factory=dict)
-    stepping: dict[str, _Waiting] = field(default_factory=dict)
-    """The push of each worker that waits for the end of its step. It is part of the state."""
     followers: dict[str, _Follower] = field(default_factory=dict)
     """The copies, if this server is the primary."""
     since: int = 0
@@ -211,12 +107,10 @@ class Replica:
         self.map: ClusterMap | None = None
         self._data = data
         self._compare_s = compare_s
-        self._copies, self._part_bytes = copies, part_bytes
-        self._copy_number = 0
-        self._buckets: list[_BucketState] = []
+        self._buckets: list[_Bucket] = []
         self._out: list[Envelope] = []
-        self._to_copy: dict[tuple[int, str], None] = {}
-        """Buckets and followers that need a copy, in order."""
+        self._outgoing = OutgoingCopies(server, data, most=copies, part_bytes=part_bytes)
+        self._incoming = IncomingCopies(server, data)
         self._early: list[tuple[Route, Push | Pull, Rows]] = []
         """Requests of workers that have a newer map."""
 
@@ -237,19 +131,12 @@ class Replica:
 
     def loaded(self) -> list[tuple[int, int]]:
         """Return the buckets, with their term, whose rows were read from a cut."""
-        return [
-            (bucket, state.term)
-            for bucket, state in enumerate(self._buckets)
-            if state.version and self._loads(bucket)
-        ]
+        return [(one.bucket, one.term) for one in self._buckets if one.version and self._loads(one)]
 
     def to_load(self) -> list[tuple[int, int]]:
         """Return the buckets, with their term, that this server has to read from a cut."""
-        return [
-            (bucket, state.term)
-            for bucket, state in enumerate(self._buckets)
-            if not state.version and self._loads(bucket)
-        ]
+        missing = (one for one in self._buckets if not one.version)
+        return [(one.bucket, one.term) for one in missing if self._loads(one)]
 
     def on_loaded(self, bucket: int, term: int, payload: Rows) -> None:
         """Take over a bucket from a cut, if it is still asked for.
@@ -269,10 +156,10 @@ class Replica:
         self._data.install(payload, [bucket])
         state.last_term, state.version, state.clients = term, 1, {}
 
-    def _loads(self, bucket: int) -> bool:
+    def _loads(self, state: BucketState) -> bool:
         """Return whether this server is to read a bucket from a cut, by its newest term."""
-        one = self._placement(bucket)
-        return one.loading and one.primary == self.server and one.term == self._buckets[bucket].term
+        one = self._placement(state.bucket)
+        return one.loading and one.primary == self.server and one.term == state.term
 
     def led(self) -> list[int]:
         """Return the buckets that are led here."""
@@ -296,7 +183,7 @@ class Replica:
         self.map = new
         self._data.add(new.tables)
         if not self._buckets:
-            self._buckets = [_BucketState() for _ in new.placements]
+            self._buckets = [_Bucket(bucket) for bucket in range(len(new.placements))]
         dropped = []
         refused: dict[tuple[Route, int], list[int]] = defaultdict(list)
         for bucket, (state, placement) in enumerate(
@@ -310,22 +197,25 @@ class Replica:
                 continue
             before, state.term = state.term, placement.term
             if placement.primary == self.server and not placement.loading:
-                self._abandon(bucket)
-                _lead(state, placement, before, now)
+                self._incoming.abandon(state)
+                stays = _lead(state, placement, before, now)
+                self._outgoing.set_followers(bucket, state.followers, anew=not stays)
             else:
                 for _, route, seq in state.waiting:
                     refused[route, seq].append(bucket)
                 state.waiting.clear()
                 state.followers, state.since = {}, 0
+                self._outgoing.set_followers(bucket, ())
                 gone = placement.loading or self.server not in placement.members
                 if gone and state.version:
                     dropped.append(bucket)
-        for bucket in dropped:
-            state = self._buckets[bucket]
-            state.last_term = state.version = 0
-            state.clients, state.stepping, state.incoming = {}, {}, None
         if dropped:
             self._data.drop(dropped)
+        for bucket in dropped:
+            state = self._buckets[bucket]
+            self._incoming.abandon(state)
+            state.last_term = state.version = 0
+            state.clients, state.stepping = {}, {}
         for (route, seq), buckets in refused.items():
             self._refuse(route, seq, buckets, RefusalReason.MOVED)
         self._end_steps(now)
@@ -377,7 +267,7 @@ class Replica:
         old: list[int] = []
         assert self.map is not None
         steps = self.map.steps
-        one = _Waiting((push.incarnation, push.seq), push.step, payload)
+        one = StepPush((push.incarnation, push.seq), push.step, payload)
         newest = self.map.clients.get(push.client, 0)
         number = (push.incarnation, push.seq)
         held = self.map.cut is not None or push.epoch < self.map.restored
@@ -433,7 +323,7 @@ class Replica:
         return bool(words)
 
     def _apply(
-        self, route: Route, push: Push, one: _Waiting, buckets: list[int], now: float, *, wait: bool
+        self, route: Route, push: Push, one: StepPush, buckets: list[int], now: float, *, wait: bool
     ) -> None:
         """Apply a push in some buckets, or let it wait there for the end of its step.
 
@@ -534,98 +424,55 @@ class Replica:
     def tick(self, now: float) -> None:
         """Compare states with followers that have not answered in time."""
         asked: dict[str, list[Mark]] = defaultdict(list)
-        for bucket, state in enumerate(self._buckets):
+        for state in self._buckets:
             for name, follower in state.followers.items():
                 behind = follower.held < state.version or not follower.required
                 if behind and follower.due <= now:
                     follower.due = now + self._compare_s
-                    follower.copied = -1
-                    mark = (bucket, state.term, state.last_term, state.version)
-                    asked[name].append(mark)
+                    self._outgoing.give_up(state.bucket, name)
+                    asked[name].append(state.mark)
         for name, marks in asked.items():
             self._send(name, Compare(self.server, tuple(marks)))
         self._copy(now)
 
     def _copy(self, now: float) -> None:
-        """Send copies of buckets, as many as may be on their way."""
-        under_way = sum(
-            follower.copied >= 0 for state in self._buckets for follower in state.followers.values()
-        )
-        while self._to_copy and under_way < self._copies:
-            bucket, name = next(iter(self._to_copy))
-            del self._to_copy[bucket, name]
-            state = self._buckets[bucket]
-            follower = state.followers.get(name)
-            if follower is None or follower.copied >= 0:
-                continue
-            self._copy_number += 1
-            follower.copy, follower.part = self._copy_number, 0
-            follower.parts = self._data.parts(bucket, self._part_bytes)
-            self._send_part(bucket, name, now)
-            under_way += 1
-
-    def _send_part(self, bucket: int, name: str, now: float) -> None:
-        """Send the next part of a copy. All changes since the first part are sent, too.
-
-        Args:
-            bucket: The bucket.
-            name: The follower, of whose copy there are parts.
-            now: The time.
-        """
-        state = self._buckets[bucket]
-        follower = state.followers[name]
-        assert follower.parts is not None
-        payload, last = next(follower.parts)
-        mark = (bucket, state.term, state.last_term, state.version)
-        place = (follower.copy, follower.part)
-        if last:
-            waiting, more = _packed(state, bucket, self._data)
-            clients = dict(state.clients)
-            copy = BucketCopy(self.server, mark, *place, last, clients, waiting)
-            self._send(name, copy, [*payload, *more])
-            follower.parts = None
-        else:
-            self._send(name, BucketCopy(self.server, mark, *place, last), payload)
-        follower.part += 1
-        follower.copied, follower.streaming = state.version, True
-        follower.due = now + 4 * self._compare_s
+        """Send the parts of copies that are due; from the first one on, each change is sent."""
+        for name, message, payload in self._outgoing.due(self._buckets):
+            self._send(name, message, payload)
+            follower = self._buckets[message.mark[0]].followers[name]
+            follower.streaming = True
+            follower.due = now + 4 * self._compare_s
 
     def on_parts_taken(self, taken: PartsTaken, now: float) -> None:
         """Send the next parts of copies; begin a copy again whose last part was lost."""
-        for bucket, term, part in taken.parts:
-            follower = self._follower(bucket, term, taken.sender)
-            if follower is None:
-                continue
-            if follower.parts is not None and part == follower.part:
-                self._send_part(bucket, taken.sender, now)
-            elif follower.copied < 0:
-                self._to_copy[bucket, taken.sender] = None
+        for one in taken.parts:
+            if self._follower(one.bucket, one.term, taken.sender) is not None:
+                self._outgoing.on_progress(taken.sender, one)
         self._copy(now)
 
     def on_held(self, held: Held, now: float) -> None:
         """Take note of the states that a follower has."""
-        changed = []
-        for bucket, term, _, version in held.marks:
+        counted = []
+        for mark in held.marks:
+            bucket, term, _, version = mark
             follower = self._follower(bucket, term, held.sender)
             if follower is None:
                 continue
             state = self._buckets[bucket]
             follower.streaming = True
             follower.held = max(follower.held, version)
-            if version >= follower.copied:
-                follower.copied = -1
             if not follower.required:  # a learner that has caught up: now each push needs it
                 follower.required, follower.synced_at = True, state.version
-            changed.append(bucket)
-        self._acknowledge(changed)
+            counted.append(mark)
+        self._outgoing.on_held(held.sender, counted)
+        self._acknowledge([mark[0] for mark in counted])
         self._copy(now)
 
     def on_lacking(self, lacking: Lacking, now: float) -> None:
         """Send copies of the buckets that a follower lacks."""
         for bucket, term in lacking.buckets:
-            follower = self._follower(bucket, term, lacking.sender)
-            if follower is not None and follower.copied < 0:
-                self._to_copy[bucket, lacking.sender] = None
+            if self._follower(bucket, term, lacking.sender) is not None:
+                self._outgoing.want(bucket, lacking.sender)
         self._copy(now)
 
     def _follower(self, bucket: int, term: int, sender: str) -> _Follower | None:
@@ -646,6 +493,7 @@ class Replica:
             return False
         if term > state.term:
             state.term, state.since, state.followers = term, 0, {}
+            self._outgoing.set_followers(bucket, ())
             state.waiting.clear()
             return True
         if state.since:
@@ -664,7 +512,7 @@ class Replica:
             return
         taken, held, lacking = [], [], []
         waits = message.client and message.step != (0, 0)
-        one = _Waiting((message.incarnation, message.seq), message.step, payload)
+        one = StepPush((message.incarnation, message.seq), message.step, payload)
         for change in message.changes:
             if not self._follows(change.bucket, change.term):
                 continue
@@ -679,8 +527,7 @@ class Replica:
                     state.stepping.pop(message.client, None)
                 else:
                     _settle(state, message.step)
-            elif _continues(state.incoming, change):
-                self._take_change(state, change, payload, waits=bool(waits))
+            elif self._incoming.on_change(change, payload, waits=bool(waits)):
                 continue
             elif state.last_term != change.term or state.version < change.version:
                 lacking.append((change.bucket, change.term))
@@ -693,84 +540,12 @@ class Replica:
     def on_copy(self, message: BucketCopy, payload: Rows) -> None:
         """Take over a part of a bucket, unless this server has something newer of the same term.
 
-        A part counts only after all parts and changes before it. Nothing is taken over while the
-        map with a new table has not come.
+        Nothing is taken over while the map with a new table has not come.
         """
-        bucket, term, last_term, version = message.mark
-        if not self._data.knows(payload) or not self._follows(bucket, term):
-            return
-        state = self._buckets[bucket]
-        if state.last_term == term and state.version >= version:
-            state.incoming = None
-            self._answer(message.sender, [(bucket, term, state.last_term, state.version)], [])
-            return
-        copy = (message.sender, message.copy)
-        if message.part == 0 and (state.incoming is None or state.incoming.copy != copy):
-            self._abandon(bucket)
-            kept: list[Rows] | None = []
-            if not state.version:  # no rows here: those of the parts are taken over at once
-                kept, state.last_term, state.version = None, 0, -1
-            state.incoming = _Incoming(copy, (last_term, version), kept)
-        known = state.incoming
-        if known is None or known.copy != copy or message.part > known.parts:
-            self._answer(message.sender, [], [(bucket, term)])
-            return
-        if message.part == known.parts:
-            if known.state != (last_term, version):
-                self._abandon(bucket)
-                self._answer(message.sender, [], [(bucket, term)])
-                return
-            known.parts += 1
-            records, stepping = _unpacked(message, payload)
-            self._keep(known, bucket, records)
-            if message.last:
-                self._complete(bucket, message, stepping)
-                return
-        self._send(message.sender, PartsTaken(self.server, ((bucket, term, known.parts),)))
-
-    def _keep(self, known: _Incoming, bucket: int, records: Rows) -> None:
-        """Take over records of a copy, or keep them until the copy is complete."""
-        if known.kept is None:
-            self._data.install(records, [bucket])
-        else:
-            known.kept.append(self._data.select(records, [bucket]))
-
-    def _take_change(
-        self, state: _BucketState, change: Change, payload: Rows, *, waits: bool
-    ) -> None:
-        """Take note of a change that came between two parts of a copy."""
-        known = state.incoming
-        assert known is not None
-        known.state = (change.term, change.version)
-        if not waits:  # the last part brings what waits
-            self._keep(known, change.bucket, payload)
-
-    def _complete(self, bucket: int, message: BucketCopy, stepping: dict[str, _Waiting]) -> None:
-        """Go on from a copy of which all parts are here.
-
-        Args:
-            bucket: The bucket.
-            message: The last part.
-            stepping: The pushes that wait.
-        """
-        state = self._buckets[bucket]
-        assert state.incoming is not None
-        if state.incoming.kept is not None:
-            self._data.drop([bucket])
-            for records in state.incoming.kept:
-                self._data.install(records, [bucket])
-        _, term, state.last_term, state.version = message.mark
-        state.clients, state.stepping = dict(message.clients), stepping
-        state.incoming = None
-        self._answer(message.sender, [(bucket, term, state.last_term, state.version)], [])
-
-    def _abandon(self, bucket: int) -> None:
-        """Forget the parts of a copy that is not complete, with the rows taken over from it."""
-        state = self._buckets[bucket]
-        known, state.incoming = state.incoming, None
-        if known is not None and known.kept is None:
-            self._data.drop([bucket])
-            state.last_term = state.version = 0
+        bucket, term, _, _ = message.mark
+        if self._data.knows(payload) and self._follows(bucket, term):
+            answer = self._incoming.on_part(self._buckets[bucket], message, payload)
+            self._send(message.sender, answer)
 
     def on_compare(self, message: Compare) -> None:
         """Say which states of a primary this server has."""
@@ -780,11 +555,11 @@ class Replica:
                 continue
             state = self._buckets[bucket]
             same = (state.last_term, state.version) == (last_term, version)
-            known = state.incoming
+            progress = self._incoming.progress(state, message.sender)
             if same or (state.last_term == term and state.version >= version):
-                held.append((bucket, term, state.last_term, state.version))
-            elif known is not None and known.copy[0] == message.sender:
-                parts.append((bucket, term, known.parts))
+                held.append(state.mark)
+            elif progress is not None:
+                parts.append(progress)
             else:
                 lacking.append((bucket, term))
         if parts:
@@ -798,17 +573,12 @@ class Replica:
             self._send(to, Lacking(self.server, tuple(lacking)))
 
 
-def _continues(known: _Incoming | None, change: Change) -> bool:
-    """Return whether a change is the next one after the parts of a copy."""
-    return known is not None and known.state == (change.from_term, change.from_version)
-
-
-def _over(buckets: list[_BucketState], steps: Steps) -> list[tuple[list[_Waiting], list[int]]]:
+def _over(buckets: list[_Bucket], steps: Steps) -> list[tuple[list[StepPush], list[int]]]:
     """Return the pushes of steps that are over, and the buckets led here that have just these.
 
     The pushes are in the order of the names of their workers.
     """
-    groups: dict[tuple[int, ...], tuple[list[_Waiting], list[int]]] = {}
+    groups: dict[tuple[int, ...], tuple[list[StepPush], list[int]]] = {}
     for bucket, state in enumerate(buckets):
         over = [one for _, one in sorted(state.stepping.items()) if steps.has(one.step)]
         if over and state.since:
@@ -831,7 +601,7 @@ def _fault(request: Push | Pull, current: ClusterMap) -> str:
     return ""
 
 
-def _copied(state: _BucketState, spared: Collection[str]) -> int:
+def _copied(state: _Bucket, spared: Collection[str]) -> int:
     """Return the newest version of a bucket that each required follower has, except for some."""
     known = [
         one.held for name, one in state.followers.items() if one.required and name not in spared
@@ -839,33 +609,12 @@ def _copied(state: _BucketState, spared: Collection[str]) -> int:
     return min([state.version, *known])
 
 
-def _packed(state: _BucketState, bucket: int, data: Data) -> tuple[tuple[WaitingPush, ...], Rows]:
-    """Return the waiting pushes of a bucket for a copy of it, and their arrays."""
-    waiting, payload = [], []
-    for client, one in state.stepping.items():
-        part = data.select(one.payload, [bucket])
-        waiting.append(WaitingPush(client, *one.number, one.step, len(part)))
-        payload += part
-    return tuple(waiting), payload
-
-
-def _unpacked(message: BucketCopy, payload: Rows) -> tuple[Rows, dict[str, _Waiting]]:
-    """Return the records of a copied bucket, and its waiting pushes by worker."""
-    at = len(payload) - sum(one.tables for one in message.waiting)
-    records, stepping = payload[:at], {}
-    for one in message.waiting:
-        part = payload[at : at + one.tables]
-        stepping[one.client] = _Waiting((one.incarnation, one.seq), one.step, part)
-        at += one.tables
-    return records, stepping
-
-
-def _same(known: _Waiting | None, one: _Waiting) -> bool:
+def _same(known: StepPush | None, one: StepPush) -> bool:
     """Return whether a push waits already."""
     return known is not None and (known.number, known.step) == (one.number, one.step)
 
 
-def _settle(state: _BucketState, step: StepId) -> None:
+def _settle(state: _Bucket, step: StepId) -> None:
     """Note that the pushes of a step are in the rows; those of earlier ones never will be."""
     for name, one in state.stepping.items():
         if one.step == step:
@@ -873,7 +622,7 @@ def _settle(state: _BucketState, step: StepId) -> None:
     state.stepping = {name: one for name, one in state.stepping.items() if one.step > step}
 
 
-def _lead(state: _BucketState, placement: Placement, before: int, now: float) -> None:
+def _lead(state: _Bucket, placement: Placement, before: int, now: float) -> bool:
     """Become or stay the primary of a bucket in a new term.
 
     Args:
@@ -881,6 +630,9 @@ def _lead(state: _BucketState, placement: Placement, before: int, now: float) ->
         placement: Its placement in the new term.
         before: The term before.
         now: The time.
+
+    Returns:
+        Whether it was the primary in the term before.
     """
     stays = state.since > 0 and placement.term == before + 1
     old = state.followers if stays else {}
@@ -894,3 +646,4 @@ def _lead(state: _BucketState, placement: Placement, before: int, now: float) ->
         state.followers[follower] = known
     if not stays:
         state.since = placement.term
+    return stays

@@ -23,9 +23,10 @@ from dlrover_py.process.identity import signal_at_parents_end
 from dlrover_py.protocol.errors import ConfigError, ExitCode
 from dlrover_py.ps import messages as m
 from dlrover_py.ps.beats import Beats
+from dlrover_py.ps.bucket_copies import PART_BYTES
 from dlrover_py.ps.codecs import decoded
 from dlrover_py.ps.load import RowMeter
-from dlrover_py.ps.replication import PART_BYTES, Replica
+from dlrover_py.ps.replication import Replica
 from dlrover_py.ps.settings import read_access
 from dlrover_py.ps.store import Payload, Store
 from dlrover_py.ps.transfer import CutReader, CutWriter, parts_of

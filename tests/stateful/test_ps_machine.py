@@ -6,11 +6,13 @@ that it leads has a running in-sync backup, so no bucket may be lost. Workers wi
 may save the table, or go back to what they saved last; the model does the same.
 """
 
+import inspect
 import sys
 import types
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,8 +27,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from dlrover_py.ps import bucket_copies, planner, replication, specs
 from dlrover_py.ps import messages as m
-from dlrover_py.ps import planner, replication, specs
 from dlrover_py.ps.cluster_map import AckMode, ClusterMap, CutPlace
 from dlrover_py.ps.hashing import bucket_of, salt_of
 from dlrover_py.ps.session import PendingRequests
@@ -422,20 +424,33 @@ TestPs = PsCutMachine.TestCase
 TestPs.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def mutated(module: types.ModuleType, old: str, new: str) -> types.ModuleType:
-    """Return a copy of a module in which some text is replaced."""
+@contextmanager
+def run_in_its_place(module: types.ModuleType, source: str) -> Iterator[types.ModuleType]:
+    """Run a source as a module, which others import instead of the real one until the end."""
     assert module.__file__ is not None
-    source = Path(module.__file__).read_text()
-    assert source.count(old) == 1, f"expected once in {module.__name__}: {old}"
     copy = types.ModuleType(module.__name__)
     copy.__dict__["__file__"] = module.__file__
     saved = sys.modules[module.__name__]
     sys.modules[module.__name__] = copy
     try:
-        exec(compile(source.replace(old, new), module.__file__, "exec"), copy.__dict__)
+        exec(compile(source, module.__file__, "exec"), copy.__dict__)
+        yield copy
     finally:
         sys.modules[module.__name__] = saved
-    return copy
+
+
+def mutated(module: types.ModuleType, old: str, new: str) -> types.ModuleType:
+    """Return a copy of a module in which some text is replaced.
+
+    If the text is in ``bucket_copies``, the copy is one of ``replication``, which imports it.
+    """
+    source = inspect.getsource(module)
+    assert source.count(old) == 1, f"expected once in {module.__name__}: {old}"
+    with run_in_its_place(module, source.replace(old, new)) as copy:
+        if module is not bucket_copies:
+            return copy
+        with run_in_its_place(replication, inspect.getsource(replication)) as user:
+            return user
 
 
 MUTANTS = {
@@ -454,15 +469,17 @@ MUTANTS = {
         "if (state.last_term, state.version) == (change.from_term, change.from_version):",
         "if state.version < change.version:"),
     "a copy does not bring the numbers of pushes": (
-        replication, "state.clients, state.stepping = dict(message.clients), stepping",
+        bucket_copies, "state.clients, state.stepping = dict(message.clients), stepping",
         "state.clients, state.stepping = {}, stepping"),
     "a change does not bring the number of its push": (
         replication,
         "                    state.clients[message.client] = one.number\n", ""),
     "a server that is no member any more goes on": (
-        replication, "                state.followers, state.since = {}, 0\n", ""),
+        replication,
+        "                state.followers, state.since = {}, 0\n"
+        "                self._outgoing.set_followers(bucket, ())\n", ""),
     "a change between two parts of a copy is left out": (
-        replication, "            self._keep(known, change.bucket, payload)\n",
+        bucket_copies, "            self._keep(known, change.bucket, payload)\n",
         "            pass\n"),
 }  # fmt: skip
 
@@ -473,7 +490,7 @@ def test_a_planted_bug_is_found(name: str) -> None:
     copy = mutated(module, old, new)
 
     class Mutant(PsMachine):
-        replication = copy if module is replication else replication
+        replication = copy if module in (bucket_copies, replication) else replication
         planner = copy if module is planner else planner
 
     one_try = settings(

@@ -229,7 +229,7 @@ def test_a_part_counts_only_after_all_parts_of_its_copy() -> None:
         one.see(cluster(2, "a", learner="c"))
     taken = c.get(*copy_of(a, "c", 2))
     a.get(*taken)  # the second part is lost
-    (third,) = a.get(replace(taken[0], message=m.PartsTaken("c", ((0, 2, 2),))))
+    (third,) = a.get(replace(taken[0], message=m.PartsTaken("c", (m.CopyProgress(0, 2, 2),))))
     assert (third.message.part, third.message.last) == (2, True)
     assert kinds(c.get(third)) == ["Lacking"]
     a.replica.tick(100.0)
