@@ -314,6 +314,7 @@ class ParameterServer:
             _LOG.error("a cut cannot be read", extra={"fields": {"error": self._reader.error}})
             self._read_at = now + RETRY_S
         if self._reader.error or not replica.to_load():
+            self._reader.stop()  # it may have read what is not wanted any more
             self._reader = None
         return self._reader is not None
 

@@ -2,11 +2,14 @@
 
 import json
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -737,16 +740,14 @@ def test_a_server_has_other_work_between_two_buckets_that_it_reads(
     """All buckets in one turn were more than the time after which a server counts as dead."""
     cut = SavedCut.open(str(saved[0]))
     assert cut is not None
-    reader = CutReader(cut.place, [(bucket, 1) for bucket in range(8)])
-    times = iter(float(second) for second in range(1000))
-    found: list[int] = []
-    deadline = time.monotonic() + 60
-    while len(found) < 8 and time.monotonic() < deadline:
-        turn = [bucket for bucket, _ in reader.taken(lambda: next(times), 0.5)]
-        assert len(turn) < 2
-        found += turn
-        assert not reader.error
-    assert found == list(range(8))
+    for passes_s, turns in ((1.0, [[3], [5], []]), (0.1, [[3, 5], [], []])):
+        before = set(threading.enumerate())
+        reader = CutReader(cut.place, [(3, 1), (5, 1)])
+        for thread in set(threading.enumerate()) - before:
+            thread.join(60)  # it has read both
+        clock = (passes_s * turn for turn in count())
+        found = [[bucket for bucket, _ in reader.taken(partial(next, clock), 0.5)] for _ in turns]
+        assert (found, reader.error) == (turns, "")
 
 
 def test_a_cut_of_which_older_ones_cannot_be_removed_exists(
