@@ -13,8 +13,10 @@ from dlrover_py.ps.bucket_state import BucketState, Data, Rows, StepPush
 from dlrover_py.ps.messages import (
     BucketCopy,
     Change,
+    ComparedBucket,
     CopyProgress,
     Held,
+    LackedBucket,
     Lacking,
     Mark,
     PartsTaken,
@@ -40,7 +42,8 @@ class _Outgoing:
 class OutgoingCopies:
     """The copies that a server sends to the followers of its buckets, a few at the same time.
 
-    A part is *on its way* until the follower has its state, or was given up.
+    A part is *on its way* until the follower has its state, or says that the copy lacks something.
+    A follower that answers late gets no other copy: it may have many parts of others to take.
     """
 
     def __init__(self, server: str, data: Data, *, most: int, part_bytes: int) -> None:
@@ -79,18 +82,31 @@ class OutgoingCopies:
             self._on_way.pop((bucket, name), None)
         self._copies[bucket] = {name: kept.get(name) or _Outgoing() for name in followers}
 
-    def want(self, bucket: int, follower: str) -> None:
-        """Let a follower get a copy of a bucket, unless a part is on its way to it."""
-        if (bucket, follower) not in self._on_way:
-            self._wanted[bucket, follower] = None
+    def on_lack(self, follower: str, lack: LackedBucket) -> None:
+        """Let a follower get a copy of a bucket, unless another one is on its way to it."""
+        key = (lack.bucket, follower)
+        one = self._copies[lack.bucket][follower]
+        if key in self._on_way and lack.copy != one.number:
+            return
+        self._on_way.pop(key, None)
+        one.parts = None
+        self._wanted[key] = None
 
     def on_progress(self, follower: str, progress: CopyProgress) -> None:
-        """Let a follower get its next part, or the copy again if that part is lost."""
+        """Let a follower get its next part, if it has all those before."""
         one = self._copies[progress.bucket][follower]
-        if one.parts is not None and progress.next_part == one.next_part:
+        place = (progress.copy, progress.next_part)
+        if one.parts is not None and place == (one.number, one.next_part):
             self._asked[progress.bucket, follower] = one
-        else:
-            self.want(progress.bucket, follower)
+
+    def is_on_way(self, bucket: int, follower: str) -> bool:
+        """Return whether a part of a bucket is on its way to a follower."""
+        return (bucket, follower) in self._on_way
+
+    def compared(self, state: BucketState, follower: str) -> ComparedBucket:
+        """Return what a follower is told of a bucket, so that it can say what it lacks."""
+        one = self._copies[state.bucket][follower]
+        return ComparedBucket(state.mark, one.number, one.next_part)
 
     def due(self, states: Sequence[BucketState]) -> Iterator[tuple[str, BucketCopy, Rows]]:
         """Yield the parts that are to be sent now, each with its follower.
@@ -146,10 +162,6 @@ class OutgoingCopies:
             sent = self._on_way.get((bucket, follower))
             if sent is not None and version >= sent:
                 del self._on_way[bucket, follower]
-
-    def give_up(self, bucket: int, follower: str) -> None:
-        """Wait no longer for a part that is on its way to a follower."""
-        self._on_way.pop((bucket, follower), None)
 
 
 @dataclass(slots=True)
@@ -208,19 +220,20 @@ class IncomingCopies:
         known = self._copies.get(bucket)
         if message.part == 0 and (known is None or known.copy != copy):
             known = self._begin(state, copy, (last_term, version))
+        lacking = Lacking(self._server, (LackedBucket(bucket, term, message.copy),))
         if known is None or known.copy != copy or message.part > known.parts:
-            return Lacking(self._server, ((bucket, term),))
+            return lacking
         if message.part == known.parts:
             if known.state != (last_term, version):
                 self.abandon(state)
-                return Lacking(self._server, ((bucket, term),))
+                return lacking
             known.parts += 1
             records, stepping = _unpacked(message, payload)
             self._keep(known, bucket, records)
             if message.last:
                 self._complete(state, message, stepping)
                 return Held(self._server, (state.mark,))
-        return PartsTaken(self._server, (CopyProgress(bucket, term, known.parts),))
+        return PartsTaken(self._server, (CopyProgress(bucket, term, message.copy, known.parts),))
 
     def on_change(self, change: Change, payload: Rows, *, waits: bool) -> bool:
         """Take over a change that came between two parts of a copy.
@@ -241,17 +254,21 @@ class IncomingCopies:
             self._keep(known, change.bucket, payload)
         return True
 
-    def progress(self, state: BucketState, primary: str) -> CopyProgress | None:
-        """Return how much there is of a copy; None if there is none of this primary.
+    def progress(
+        self, primary: str, term: int, compared: ComparedBucket
+    ) -> CopyProgress | LackedBucket:
+        """Return how much there is of a copy, or that a part of it is lost or there is none.
 
         Args:
-            state: The state of the bucket.
             primary: The server that sends the copy.
+            term: Its term.
+            compared: What it has sent before. All of that has come, as far as it is not lost.
         """
-        known = self._copies.get(state.bucket)
-        if known is None or known.copy[0] != primary:
-            return None
-        return CopyProgress(state.bucket, state.term, known.parts)
+        bucket = compared.mark[0]
+        known = self._copies.get(bucket)
+        if known is None or known.copy != (primary, compared.copy) or known.parts < compared.parts:
+            return LackedBucket(bucket, term, compared.copy)
+        return CopyProgress(bucket, term, compared.copy, known.parts)
 
     def abandon(self, state: BucketState) -> None:
         """Forget the parts of a copy, with the rows that were taken over from it."""

@@ -513,7 +513,7 @@ class Coordinator:
             needed = None if needed is None or one.needed is None else {*needed, *one.needed}
         try:
             self._cuts.commit(cut.place, planner.map, cut.parts, len(cut.asked), needed)
-        except (OSError, SupersededError) as error:
+        except (OSError, CheckpointError, SupersededError) as error:
             self._fail_cut(str(error))
             return
         self._cut = None

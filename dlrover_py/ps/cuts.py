@@ -5,6 +5,7 @@ Each server writes one file with the rows of the buckets that it leads. The coor
 not exist. Each array has a digest, which is compared when the array is read.
 """
 
+import logging
 import os
 import secrets
 import time
@@ -40,6 +41,7 @@ DOCUMENT = "ps.cut"
 """Name of the file that says what the arrays mean."""
 MAX_DOCUMENT_BYTES = 1 << 30
 """Bytes of the largest such file. It has a few bytes for each worker and bucket."""
+_LOG = logging.getLogger(__name__)
 _ARRAYS = ("ids", "weight", "steps")
 """Names of the first arrays of a record; the optimizer's follow as ``slot0``, ``slot1``."""
 
@@ -206,9 +208,11 @@ class CutDirectory:
 
         Raises:
             OSError: The store fails. Nothing of the cut is used then.
+            CheckpointError: What a server has written is not in this directory.
             SupersededError: Another program has taken the directory.
         """
         document, chunks = _assembled(known, parts)
+        self._check_files(place, parts, chunks)
         data = msgspec.json.encode(document)
         file = self._directory.place.sink(f"{place.folder}/{DOCUMENT}")
         try:
@@ -234,7 +238,36 @@ class CutDirectory:
         )
         if needed is not None:
             places = {one.folder for one in (known.source, known.origin) if one is not None}
-            self._directory.retain(self._keep, {*needed, *places})
+            try:
+                self._directory.retain(self._keep, {*needed, *places})
+            except OSError as error:  # this cut exists; the next one removes the older ones
+                fields = {"dir": self.url, "error": str(error)}
+                _LOG.warning("older cuts cannot be removed", extra={"fields": fields})
+
+    def _check_files(
+        self, place: CutPlace, parts: Sequence[CutPart], chunks: Sequence[WrittenChunk]
+    ) -> None:
+        """Check that each file is here and has all its bytes.
+
+        Servers on other hosts may have written to folders of their own, of the same name.
+
+        Raises:
+            CheckpointError: A file is missing, or too short.
+        """
+        servers = {part.file: part.server for part in parts}
+        ends: dict[str, int] = {}
+        for one in chunks:
+            ends[one.file] = max(ends.get(one.file, 0), one.position + one.nbytes)
+        for file, end in ends.items():
+            name = f"{place.folder}/{file}"
+            try:
+                self._directory.place.read_into(name, end - 1, memoryview(bytearray(1)))
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self.url}/{name}: server {servers[file]} has written {end} bytes, and here "
+                    f"it cannot be read: {error.strerror or error}: expected a directory that all "
+                    "hosts of the job share"
+                ) from error
 
     def give_up(self) -> None:
         """Remove the files of cuts that cannot be finished.

@@ -161,6 +161,8 @@ class CopyProgress:
 
     bucket: int
     term: int
+    copy: int
+    """Number of the copy."""
     next_part: int
     """Number of the part that it needs next."""
 
@@ -174,11 +176,22 @@ class PartsTaken:
 
 
 @dataclass(frozen=True, slots=True)
+class ComparedBucket:
+    """What a primary has of a bucket, and what it has sent of it before this message."""
+
+    mark: Mark
+    copy: int
+    """Number of the last copy that it has begun for the follower; 0 if there is none."""
+    parts: int
+    """How many parts of the copy were sent. A follower that has fewer lacks one that is lost."""
+
+
+@dataclass(frozen=True, slots=True)
 class Compare:
     """The states of a primary. Its follower answers with Held, Lacking or PartsTaken."""
 
     sender: str
-    marks: tuple[Mark, ...]
+    buckets: tuple[ComparedBucket, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,11 +203,22 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
+class LackedBucket:
+    """A bucket of which a follower needs a copy."""
+
+    bucket: int
+    term: int
+    copy: int = 0
+    """The copy that cannot be completed, or that the primary has compared; 0: none. The answer does
+    not count if the primary has begun another copy since."""
+
+
+@dataclass(frozen=True, slots=True)
 class Lacking:
-    """Buckets, with the term, of which a follower needs a copy."""
+    """Buckets of which a follower needs a copy."""
 
     sender: str
-    buckets: tuple[tuple[int, int], ...]
+    buckets: tuple[LackedBucket, ...]
 
 
 # --- With the coordinator ---

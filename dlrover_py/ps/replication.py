@@ -23,7 +23,10 @@ from dlrover_py.ps.messages import (
     BucketCopy,
     Change,
     Compare,
+    ComparedBucket,
+    CopyProgress,
     Held,
+    LackedBucket,
     Lacking,
     Mark,
     PartsTaken,
@@ -365,7 +368,8 @@ class Replica:
             for name, follower in state.followers.items():
                 if follower.streaming:
                     sent[name].append(change)
-                    follower.due = now + self._compare_s
+                    if not self._outgoing.is_on_way(bucket, name):  # a lost part has no answer
+                        follower.due = now + self._compare_s
         for name, changes in sent.items():
             part = self._data.select(payload, [change.bucket for change in changes])
             self._send(name, replace(message, changes=tuple(changes)), part)
@@ -423,16 +427,16 @@ class Replica:
 
     def tick(self, now: float) -> None:
         """Compare states with followers that have not answered in time."""
-        asked: dict[str, list[Mark]] = defaultdict(list)
+        asked: dict[str, list[ComparedBucket]] = defaultdict(list)
         for state in self._buckets:
             for name, follower in state.followers.items():
                 behind = follower.held < state.version or not follower.required
+                behind = behind or self._outgoing.is_on_way(state.bucket, name)
                 if behind and follower.due <= now:
                     follower.due = now + self._compare_s
-                    self._outgoing.give_up(state.bucket, name)
-                    asked[name].append(state.mark)
-        for name, marks in asked.items():
-            self._send(name, Compare(self.server, tuple(marks)))
+                    asked[name].append(self._outgoing.compared(state, name))
+        for name, buckets in asked.items():
+            self._send(name, Compare(self.server, tuple(buckets)))
         self._copy(now)
 
     def _copy(self, now: float) -> None:
@@ -444,7 +448,7 @@ class Replica:
             follower.due = now + 4 * self._compare_s
 
     def on_parts_taken(self, taken: PartsTaken, now: float) -> None:
-        """Send the next parts of copies; begin a copy again whose last part was lost."""
+        """Send the next parts of copies."""
         for one in taken.parts:
             if self._follower(one.bucket, one.term, taken.sender) is not None:
                 self._outgoing.on_progress(taken.sender, one)
@@ -470,9 +474,9 @@ class Replica:
 
     def on_lacking(self, lacking: Lacking, now: float) -> None:
         """Send copies of the buckets that a follower lacks."""
-        for bucket, term in lacking.buckets:
-            if self._follower(bucket, term, lacking.sender) is not None:
-                self._outgoing.want(bucket, lacking.sender)
+        for one in lacking.buckets:
+            if self._follower(one.bucket, one.term, lacking.sender) is not None:
+                self._outgoing.on_lack(lacking.sender, one)
         self._copy(now)
 
     def _follower(self, bucket: int, term: int, sender: str) -> _Follower | None:
@@ -530,7 +534,7 @@ class Replica:
             elif self._incoming.on_change(change, payload, waits=bool(waits)):
                 continue
             elif state.last_term != change.term or state.version < change.version:
-                lacking.append((change.bucket, change.term))
+                lacking.append(LackedBucket(change.bucket, change.term))
                 continue
             held.append((change.bucket, change.term, state.last_term, state.version))
         if taken and not waits:
@@ -550,23 +554,25 @@ class Replica:
     def on_compare(self, message: Compare) -> None:
         """Say which states of a primary this server has."""
         held, lacking, parts = [], [], []
-        for bucket, term, last_term, version in message.marks:
+        for one in message.buckets:
+            bucket, term, last_term, version = one.mark
             if not self._follows(bucket, term):
                 continue
             state = self._buckets[bucket]
             same = (state.last_term, state.version) == (last_term, version)
-            progress = self._incoming.progress(state, message.sender)
             if same or (state.last_term == term and state.version >= version):
                 held.append(state.mark)
-            elif progress is not None:
+                continue
+            progress = self._incoming.progress(message.sender, term, one)
+            if isinstance(progress, CopyProgress):
                 parts.append(progress)
             else:
-                lacking.append((bucket, term))
+                lacking.append(progress)
         if parts:
             self._send(message.sender, PartsTaken(self.server, tuple(parts)))
         self._answer(message.sender, held, lacking)
 
-    def _answer(self, to: str, held: list[Mark], lacking: list[tuple[int, int]]) -> None:
+    def _answer(self, to: str, held: list[Mark], lacking: list[LackedBucket]) -> None:
         if held:
             self._send(to, Held(self.server, tuple(held)))
         if lacking:

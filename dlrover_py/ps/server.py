@@ -308,13 +308,13 @@ class ParameterServer:
             self._reader = CutReader(source, wanted)
         if self._reader is None:
             return False
-        while (found := self._reader.take()) is not None:
-            bucket, payload = found
+        for bucket, payload in self._reader.taken(time.monotonic, TICK_S):
             replica.on_loaded(bucket, self._reader.wanted[bucket], payload)
         if self._reader.error:
             _LOG.error("a cut cannot be read", extra={"fields": {"error": self._reader.error}})
             self._read_at = now + RETRY_S
         if self._reader.error or not replica.to_load():
+            self._reader.stop()  # it may have read what is not wanted any more
             self._reader = None
         return self._reader is not None
 

@@ -157,11 +157,19 @@ class CutReader:
         self._over = threading.Event()
         threading.Thread(target=self._run, name="ps-cut-reader", daemon=True).start()
 
-    def take(self) -> tuple[int, Payload] | None:
-        """Return a bucket that was read, and its records; None if there is none yet."""
+    def taken(self, clock: Callable[[], float], turn_s: float) -> Iterator[tuple[int, Payload]]:
+        """Yield buckets that were read, and their records, but none after the end of a turn.
+
+        Args:
+            clock: Returns the time in seconds.
+            turn_s: Seconds of the turn, which begins now. The first bucket may take longer.
+        """
+        until = clock() + turn_s
         with contextlib.suppress(queue.Empty):
-            return self._found.get_nowait()
-        return None
+            while True:
+                yield self._found.get_nowait()
+                if clock() >= until:
+                    return
 
     def stop(self) -> None:
         """Let the thread end."""

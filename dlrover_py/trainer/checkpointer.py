@@ -241,7 +241,8 @@ class Checkpointer:
                 Checkpointer of this worker.
             OSError: at the first call, the slots in shared memory cannot be opened.
             UnreachableError: the transfer server of this node's agent does not answer. Ranks of
-                other nodes raise CheckpointError.
+                other nodes raise CheckpointError. Or the servers of the tables do not answer some
+                rank. All ranks raise it then.
             RuntimeError: another rank is gone.
         """
         from dlrover_py.trainer import loading

@@ -95,7 +95,8 @@ class SaveStarter:
         step = attempt.id.step
         attempt.missed = True
         first = not self._has_saved
-        kept = {*protected, *self._replicas.kept}
+        in_slots = {header.id for header in context.stager.found() if header is not None}
+        kept = {*protected, *self._replicas.kept, *in_slots}
         if why := self._cuts.save(state, attempt.id, kept, lists=context.rank == 0):
             self._missed(step, why)
             return False

@@ -2,11 +2,14 @@
 
 import json
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,7 @@ from dlrover_py.ps import specs
 from dlrover_py.ps.client import PsClient
 from dlrover_py.ps.cluster_map import ClusterMap, CutPlace, Placement
 from dlrover_py.ps.coordinator import Coordinator
-from dlrover_py.ps.cuts import DOCUMENT, CutDirectory, SavedCut
+from dlrover_py.ps.cuts import DOCUMENT, CutDirectory, CutFile, SavedCut
 from dlrover_py.ps.export import export
 from dlrover_py.ps.hashing import bucket_of, salt_of
 from dlrover_py.ps.map_store import MapFile
@@ -48,7 +51,7 @@ from dlrover_py.ps.planner import Planner, PlanRules
 from dlrover_py.ps.replication import Replica
 from dlrover_py.ps.specs import Consistency, TableSpec
 from dlrover_py.ps.store import Store
-from dlrover_py.ps.transfer import CutWriter, parts_of
+from dlrover_py.ps.transfer import CutReader, CutWriter, parts_of
 from dlrover_py.ps.wire import decode, encode, send
 from tests.ps_threads import client, servers
 
@@ -729,6 +732,60 @@ def test_a_bucket_that_comes_in_parts_is_saved_whole(tmp_path: Path) -> None:
         for (name, arrays), (other, found) in zip(expected, cut.read(bucket), strict=True):
             assert name == other
             assert all((a == b).all() for a, b in zip(arrays, found, strict=True))
+
+
+def test_a_server_has_other_work_between_two_buckets_that_it_reads(
+    saved: tuple[Path, Any],
+) -> None:
+    """All buckets in one turn were more than the time after which a server counts as dead."""
+    cut = SavedCut.open(str(saved[0]))
+    assert cut is not None
+    for passes_s, turns in ((1.0, [[3], [5], []]), (0.1, [[3, 5], [], []])):
+        before = set(threading.enumerate())
+        reader = CutReader(cut.place, [(3, 1), (5, 1)])
+        for thread in set(threading.enumerate()) - before:
+            thread.join(60)  # it has read both
+        clock = (passes_s * turn for turn in count())
+        found = [[bucket for bucket, _ in reader.taken(partial(next, clock), 0.5)] for _ in turns]
+        assert (found, reader.error) == (turns, "")
+
+
+def test_a_cut_of_which_older_ones_cannot_be_removed_exists(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cuts = tmp_path / "cuts"
+    with servers(tmp_path, 1, cuts=str(cuts)) as access, client(access) as worker:
+        tables(worker)
+        for step in (1, 2, 3):
+            worker.save(step, 1)
+        (folder,) = (one for one in cuts.glob("step-1.*") if one.is_dir())
+        (folder / "ps-s0-0.rows").mkdir()  # unlink refuses it
+        worker.save(4, 1)
+        assert "older cuts cannot be removed" in caplog.text
+        assert worker.restore(4, 1) == 4
+
+
+def test_files_that_servers_have_written_elsewhere_are_no_cut(tmp_path: Path) -> None:
+    store = Store(1)
+    store.add([ADAM])
+    store.apply([("user", [IDS, np.ones((len(IDS), 4), np.float32)])], range(1))
+    known = ClusterMap("j", 1, tables=(ADAM,), placements=(Placement(1, "s0"),))
+    with closing(CutDirectory(str(tmp_path / "cuts"))) as directory:
+        for cut_off in (None, -1):
+            place = directory.begin(1)
+            file = CutFile(place, "s0")
+            (rows,) = (part for part, _ in store.parts(0, 1 << 20))
+            file.add(0, {}, rows)
+            file.finish()
+            path = tmp_path / "cuts" / place.folder / file.name
+            if cut_off is None:
+                path.unlink()
+            else:
+                path.write_bytes(path.read_bytes()[:cut_off])
+            part = CutPart("s0", place.folder, file.name, tuple(file.buckets))
+            with pytest.raises(CheckpointError, match=r"server s0 has written \d+ bytes.*share"):
+                directory.commit(place, known, [part], 1)
+            assert SavedCut.open(str(tmp_path / "cuts")) is None
 
 
 def replica(known: ClusterMap) -> Replica:

@@ -41,14 +41,22 @@ class Server:
         self.replica.on_map(new, 0.0)
         return self.replica.take()
 
-    def push(self, seq: int, ids: list[int], *, client: str = "w", incarnation: int = 1) -> Any:
+    def push(
+        self,
+        seq: int,
+        ids: list[int],
+        *,
+        client: str = "w",
+        incarnation: int = 1,
+        now: float = 0.0,
+    ) -> Any:
         assert self.replica.map is not None
         push = m.Push(client, incarnation, self.replica.map.epoch, seq, (0,))
         arrays = [np.array(ids, np.int64), np.full((len(ids), 1), -1, np.float32)]
-        self.replica.on_push(ROUTE, push, [("t", arrays)], 0.0)
+        self.replica.on_push(ROUTE, push, [("t", arrays)], now)
         return self.replica.take()
 
-    def get(self, *envelopes: Any) -> list[Any]:
+    def get(self, *envelopes: Any, now: float = 0.0) -> list[Any]:
         for one in envelopes:
             match one.message:
                 case m.Replicate():
@@ -56,13 +64,13 @@ class Server:
                 case m.BucketCopy():
                     self.replica.on_copy(one.message, one.payload)
                 case m.PartsTaken():
-                    self.replica.on_parts_taken(one.message, 0.0)
+                    self.replica.on_parts_taken(one.message, now)
                 case m.Compare():
                     self.replica.on_compare(one.message)
                 case m.Held():
-                    self.replica.on_held(one.message, 0.0)
+                    self.replica.on_held(one.message, now)
                 case m.Lacking():
-                    self.replica.on_lacking(one.message, 0.0)
+                    self.replica.on_lacking(one.message, now)
         return self.replica.take()
 
     def value(self, one: int) -> float:
@@ -75,7 +83,7 @@ def kinds(envelopes: list[Any]) -> list[str]:
 
 def copy_of(server: Server, to: str, term: int) -> list[Any]:
     """Return the copy that a follower without rows gets."""
-    server.replica.on_lacking(m.Lacking(to, ((0, term),)), 0.0)
+    server.replica.on_lacking(m.Lacking(to, (m.LackedBucket(0, term),)), 0.0)
     return server.replica.take()
 
 
@@ -229,7 +237,7 @@ def test_a_part_counts_only_after_all_parts_of_its_copy() -> None:
         one.see(cluster(2, "a", learner="c"))
     taken = c.get(*copy_of(a, "c", 2))
     a.get(*taken)  # the second part is lost
-    (third,) = a.get(replace(taken[0], message=m.PartsTaken("c", (m.CopyProgress(0, 2, 2),))))
+    (third,) = a.get(replace(taken[0], message=m.PartsTaken("c", (m.CopyProgress(0, 2, 1, 2),))))
     assert (third.message.part, third.message.last) == (2, True)
     assert kinds(c.get(third)) == ["Lacking"]
     a.replica.tick(100.0)
@@ -237,6 +245,66 @@ def test_a_part_counts_only_after_all_parts_of_its_copy() -> None:
     a.get(*c.get(*copy_of(a, "c", 2)))
     assert kinds(c.get(third)) == ["Lacking"], "it is of an earlier copy"
     assert c.replica.numbers(0) == {}
+
+
+class Link:
+    """Primary a and learner c, whose messages come late; the time passes in tenths of a second."""
+
+    def __init__(self, delay_s: float) -> None:
+        self.a, self.c, self.delay_s, self.now = primary_of_three_rows(), Server("c"), delay_s, 0.0
+        self.under_way: deque[tuple[float, Any]] = deque()
+        self.parts: list[int] = []
+        """The parts of copies that were sent, by number."""
+        self.lost: set[int] = set()
+        """Which of them are lost, counted from 0."""
+        for one in (self.a, self.c):
+            self.send(one.see(cluster(2, "a", learner="c", ack=AckMode.PRIMARY)))
+
+    def send(self, envelopes: list[Any]) -> None:
+        for one in envelopes:
+            if isinstance(one.message, m.BucketCopy):
+                self.parts.append(one.message.part)
+                if len(self.parts) - 1 in self.lost:
+                    continue
+            if one.to != ROUTE:
+                self.under_way.append((self.now + self.delay_s, one))
+
+    def passes(self, seconds: float) -> None:
+        for _ in range(int(seconds * 10)):
+            self.now += 0.1
+            while self.under_way and self.under_way[0][0] <= self.now:
+                _, one = self.under_way.popleft()
+                self.send((self.c if one.to == "c" else self.a).get(one, now=self.now))
+            self.a.replica.tick(self.now)
+            self.send(self.a.replica.take())
+
+
+def test_a_follower_that_answers_late_gets_each_part_once() -> None:
+    """It once got part 0 again each time, and the copy never ended."""
+    link = Link(3.0)
+    link.passes(40.0)
+    assert link.parts == [0, 1, 2]
+    assert link.a.replica.synced() == [(0, 2, "c")]
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_part_that_is_lost_begins_one_new_copy_however_late_the_answers_are(lost: int) -> None:
+    link = Link(3.0)
+    link.lost = {lost}
+    link.passes(80.0)
+    assert link.parts == [*range(lost + 1), 0, 1, 2]
+    assert link.a.replica.synced() == [(0, 2, "c")]
+    assert [link.c.value(one) for one in (1, 2, 3)] == [link.a.value(one) for one in (1, 2, 3)]
+
+
+def test_a_lost_part_is_found_out_while_pushes_go_on() -> None:
+    link = Link(0.0)
+    link.lost = {1}
+    for seq in range(4, 34):
+        link.send(link.a.push(seq, [1], now=link.now))
+        link.passes(0.2)
+    assert link.parts == [0, 1, 0, 1, 2]
+    assert link.c.value(1) == link.a.value(1)
 
 
 def test_half_a_copy_is_no_state_to_lead_with() -> None:

@@ -38,7 +38,7 @@ def sent(message: Any, payload: Any, key: bytes = KEY) -> list[bytes]:
         PUSH,
         m.RefusedRequest(1, (3,), m.RefusalReason.MOVED, 4, "words"),
         m.BucketCopy("s", (1, 2, 3, 4), 1, 0, True, {"w": (1, 2)}),
-        m.PartsTaken("s", (m.CopyProgress(1, 2, 3),)),
+        m.PartsTaken("s", (m.CopyProgress(1, 2, 3, 4),)),
         m.Alive("s", "tcp://x", 1, ((1, 2, "t"),)),
         m.MapNews(
             ClusterMap("j", 3, tables=(TABLE,), placements=(Placement(1, "a", ("b",), "c"),))

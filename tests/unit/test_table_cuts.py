@@ -1,6 +1,8 @@
 """A checkpoint of a model and the cut of its tables are one: saved, loaded and kept together."""
 
 import logging
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,16 +12,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xxhash
 
-from dlrover_py.checkpoint.directory import CheckpointDirectory
+from dlrover_py.checkpoint.directory import CheckpointDirectory, folder_of
 from dlrover_py.protocol.checkpoint_id import CheckpointId
-from dlrover_py.protocol.errors import CheckpointError
+from dlrover_py.protocol.errors import CheckpointError, UnreachableError
+from dlrover_py.protocol.manifest import Manifest, WrittenObject
+from dlrover_py.protocol.names import Round, Step, Timeline
 from dlrover_py.ps import specs
 from dlrover_py.ps.client import PsClient
 from dlrover_py.ps.cut_item import Tables
 from dlrover_py.ps.specs import TableSpec
 from dlrover_py.trainer.checkpointer import Checkpointer
-from dlrover_py.trainer.table_cuts import TableCuts
+from dlrover_py.trainer.collectives import Ranks
+from dlrover_py.trainer.object_codec import encode_object
+from dlrover_py.trainer.sources import Catalog
+from dlrover_py.trainer.table_cuts import LOOK_THREAD, TableCuts
 from tests.ids import checkpoint_id
 from tests.ps_threads import client, servers
 from tests.unit.test_checkpointer import clock, make  # noqa: F401 - fixtures
@@ -162,27 +170,125 @@ def test_a_checkpoint_whose_cut_is_gone_or_damaged_gives_way_to_an_older_one(
 
 def test_cuts_of_checkpoints_in_storage_stay(make: Make, tmp_path: Path) -> None:  # noqa: F811
     cuts, dir = tmp_path / "cuts", tmp_path / "dir"
-    item = {"tables": "not yet"}
-
-    class Stored(Tables):
-        """Says the cuts of checkpoints in storage."""
-
-        def save_cut(self, step: int, needed: Any) -> str:
-            item["needed"] = needed
-            return super().save_cut(step, needed)
-
     with servers(tmp_path, cuts=str(cuts)) as access, started(access, make(dir)) as run:
-        run.state["tables"] = Stored(run.worker)
         run.load()
+
+        def saves(count: int) -> list[str]:
+            made = []
+            for _ in range(count):
+                run.train()
+                assert run.save()
+                looked()
+                made.append(run.state["tables"].state_dict()["cut"])
+            return made
+
         (origin,) = cuts_in(cuts)
-        kept = []
-        for _ in range(6):
-            run.train()
-            assert run.save()
-            kept.append(run.state["tables"].state_dict()["cut"])
-        # The newest three, the first rows, and what this rank may still load.
-        assert cuts_in(cuts) == {origin, *kept[-3:]}
-        assert kept[-2] in item["needed"]
+        (first,) = saves(1)
+        manifest = stored(dir, 1, first)
+        made = saves(8)
+        assert cuts_in(cuts) >= {origin, first, *made[-3:]}
+        assert made[0] not in cuts_in(cuts)
+        CheckpointDirectory(dir).remove(manifest.folder)
+        made = saves(3)
+        assert first not in cuts_in(cuts)
+        assert cuts_in(cuts) >= {origin, *made[-3:]}
+
+
+def looked() -> None:
+    """Wait until the look into storage has ended that the last save began."""
+    for thread in threading.enumerate():
+        if thread.name == LOOK_THREAD:
+            thread.join()
+
+
+def stored(dir: Path, step: int, cut: str) -> Manifest:
+    """Store a checkpoint that has the name of a cut and nothing else."""
+    directory, folder = CheckpointDirectory(dir), folder_of(step, "a1")
+    data = encode_object("tables.cut", cut)
+    directory.prepare()
+    directory.place.make(folder)
+    directory.place.put(f"{folder}/0", data)
+    one = WrittenObject("tables.cut", "0", 0, len(data), xxhash.xxh3_64_intdigest(data))
+    manifest = Manifest(
+        Step(step), "a1", "u1", Round(3), Timeline(0), 1, folder, time.time(), objects=(one,)
+    )
+    return directory.commit(manifest)
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Save the next step; return the cuts that its item was told to keep."""
+    item, storage = Recorded(), Storage(str(tmp_path / "dir"), set())
+    cuts, steps = TableCuts(storage), iter(range(1, 100))
+
+    def save(*kept: CheckpointId) -> Any:
+        one = checkpoint_id(next(steps))
+        assert cuts.save({"tables": item}, one, kept, lists=True) == ""
+        looked()
+        return item.needed[-1]
+
+    yield save
+    looked()
+
+
+def test_all_cuts_stay_while_one_that_storage_has_is_not_known(
+    recorded: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dir = tmp_path / "dir"
+    manifest = stored(dir, 70, "cut-70")
+    file = dir / manifest.folder / "0"
+    data = file.read_bytes()
+    file.write_bytes(bytes(len(data)))
+    assert [recorded(), recorded(), recorded()] == [None] * 3
+    assert "tables.cut differ from those that were written" in caplog.text
+    file.write_bytes(data)
+    recorded()
+    assert "cut-70" in recorded()
+    name = stored(dir, 80, "cut-80").folder + ".json"
+    text = (dir / name).read_bytes()
+    (dir / name).write_bytes(text[:-9])
+    recorded()
+    assert {"cut-70", "cut-5", "cut-6"} <= recorded()  # all that it knew, and what came then
+    (dir / name).write_bytes(text)
+    recorded()
+    assert {"cut-70", "cut-80"} <= recorded()
+    assert "cut-5" not in recorded()
+
+
+def test_an_unreadable_manifest_is_not_taken_for_a_removed_one(
+    recorded: Callable[..., Any], tmp_path: Path
+) -> None:
+    dir = tmp_path / "dir"
+    for step in (70, 80):
+        stored(dir, step, f"cut-{step}")
+    name = dir / "step-70.a1.json"
+    name.rename(tmp_path / "away")
+    name.symlink_to(name)
+    recorded()
+    assert recorded() is None
+    name.unlink()
+    (tmp_path / "away").rename(name)
+    recorded()
+    assert {"cut-70", "cut-80"} <= recorded()
+
+
+def test_a_checkpoint_that_another_process_made_keeps_all_cuts(
+    recorded: Callable[..., Any],
+) -> None:
+    assert recorded(checkpoint_id(90)) is None
+    assert [recorded() for _ in range(2)] == [None, None]  # it may be on its way to storage
+    assert recorded() == {"cut-2", "cut-3"}
+
+
+def test_who_does_not_answer_ends_the_load(tmp_path: Path) -> None:
+    class Silent(Recorded):
+        def restore_cut(self, name: str) -> None:
+            raise UnreachableError("no answer in 60 s")
+
+    catalog = Catalog()
+    catalog.add_object("tables.cut", lambda: encode_object("tables.cut", "cut-1"))
+    with pytest.raises(UnreachableError, match="cannot go back to a cut: no answer in 60 s"):
+        TableCuts(Storage(None, set())).restore({"tables": Silent()}, catalog, Ranks(0, 1))
 
 
 def test_the_tables_are_a_value_of_the_state_itself(make: Make, tmp_path: Path) -> None:  # noqa: F811
@@ -245,10 +351,16 @@ def test_what_is_in_memory_or_on_the_way_needs_its_cut_and_an_unknown_storage_al
     assert cuts.save({"tables": item}, ids[2], [ids[1]], lists=True) == ""
     storage.on_the_way = set()
     assert cuts.save({"tables": item}, ids[3], [ids[2]], lists=True) == ""
-    assert item.needed == [set(), {"cut-1"}, {"cut-1", "cut-2"}, {"cut-3"}]
+    assert item.needed == [set(), {"cut-1"}, {"cut-1", "cut-2"}, {"cut-1", "cut-2", "cut-3"}]
+    for step in (5, 6):  # what has left memory is looked for once more
+        assert cuts.save({"tables": item}, checkpoint_id(step), [], lists=True) == ""
+    assert item.needed.pop() == {"cut-3", "cut-4", "cut-5"}
+    item.needed.clear()
     file = tmp_path / "a file"
     file.touch()
-    unknown = TableCuts(Storage(str(file), set()))
+    unknown_storage = Storage(str(file), set())
+    unknown = TableCuts(unknown_storage)
     assert unknown.save({"tables": item}, ids[4], [], lists=True) == ""
-    assert unknown.save({"tables": item}, ids[4], [], lists=False) == ""
-    assert item.needed[4:] == [None, set()]
+    assert unknown.save({"tables": item}, ids[4], [], lists=True) == ""
+    assert TableCuts(unknown_storage).save({"tables": item}, ids[4], [], lists=False) == ""
+    assert item.needed == [None, None, set()]
