@@ -25,6 +25,7 @@ import yaml
 from dlrover_py.checkpoint.directory import CheckpointDirectory
 from dlrover_py.kubernetes.kinds import SECRETS
 from dlrover_py.master.journal_store import HOLDER, JOURNAL_KEY
+from dlrover_py.protocol.names import RECIPES
 from dlrover_py.protocol.status import JobPhase, Training
 from tests.cluster.chaos.check import (
     Blame,
@@ -594,7 +595,7 @@ class Campaign:
             self.shared.left("all jobs, suspended", there())
 
     def finish(self) -> None:
-        """Suspend and delete the jobs, and check that nothing is left of them."""
+        """Suspend and delete the jobs, and check that nothing is left but recipes."""
         uids = [pod["metadata"]["uid"] for pod in self.watched.all("Pod").values()]
         self._suspend()
         kinds = ("pods,secrets,deployments,services,roles,rolebindings,serviceaccounts,"
@@ -604,7 +605,8 @@ class Campaign:
 
         def left() -> list[str]:
             said = self.cluster.kubectl("get", kinds, "-n", self.namespace, "-oname")
-            usual = ("serviceaccount/default",)
+            # The recipes outlive the jobs, for those that are submitted again.
+            usual = ("serviceaccount/default", f"secret/{RECIPES}")
             things = [line for line in said.split() if line not in usual]
             things += [f"process {pid}: {said}" for pid, said in self._workers().items()]
             return things + _in_memory(uids)
