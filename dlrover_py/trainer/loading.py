@@ -1,6 +1,6 @@
 """What ``Checkpointer.load`` fills a state with: the newest checkpoint, or the first values.
 
-This is imported at the first load, as it needs much of torch.
+This is imported at the first load.
 """
 
 import logging
@@ -13,7 +13,6 @@ from dlrover_py.trainer import restore
 from dlrover_py.trainer.calls import CallsDifferError
 from dlrover_py.trainer.candidates import local_agent
 from dlrover_py.trainer.collectives import Ranks
-from dlrover_py.trainer.dcp_import import load_dcp
 from dlrover_py.trainer.placement import WorkerContext
 from dlrover_py.trainer.rollcall import format_by_rank
 from dlrover_py.trainer.settings import Settings
@@ -97,6 +96,9 @@ def initialize(
             f"{format_by_rank(dict(enumerate(calls)))}: pass init on every rank, or on none"
         )
     if init is not None:
+        # It imports much of torch that other checkpoints do not need.
+        from dlrover_py.trainer.dcp_import import load_dcp
+
         where = os.fspath(init)
         load_dcp(state, where, rank=context.rank, world=context.world, strict=strict, log=log)
     elif dir is not None and (problem := CheckpointDirectory(dir).single_checkpoint_error()):

@@ -347,13 +347,15 @@ def _group_in(text: str) -> _ExceptionGroup | None:
     last = own[-1]
     block = text[last.head : last.end].splitlines()
     member: Sequence[str] = block
-    raised = ""
+    raised = frames = ""
     while (found := _first_member(member)) is not None:
         above, member = found
         raised = raised or _raised_by(above)
+        lines = _unmargined(above).splitlines(keepends=True)
+        frames = "".join(line for line in lines if line.startswith("  ")) or frames
     inner = _unmargined(member)
-    # An exception that was never raised has no traceback.
-    first = _traceback_in(inner) or f"{_TRACEBACK_HEAD}\n{inner.strip()}"
+    # An exception that was never raised has no traceback. Its group was raised.
+    first = _traceback_in(inner) or f"{_TRACEBACK_HEAD}\n{frames}{inner.strip()}"
     if not raised or not inner.strip():
         return None
     return _ExceptionGroup("\n".join(block), _truncate(raised, 400), inner, first)
