@@ -82,7 +82,7 @@ def test_a_killed_worker_and_a_scaled_job_are_seen_as_they_happen(place: Place, 
         expect(page.get_by_role("heading", name="Node n0")).to_be_visible()
         expect(page.locator("#log")).to_contain_text("start 0")
         expect(page.locator("#evidence pre")).to_contain_text("train.py")
-        expect(page.locator("#evidence td").first).to_have_text("1")
+        expect(page.locator("#evidence td").first).to_have_text("2")
         accessible(page)
         address = page.url
         page.goto("about:blank")
