@@ -317,7 +317,8 @@ class _Decision:
         stay: with checks that speak later, or of a time before operators heard them.
         """
         granted = {} if self._granted is None else {p.name: p for p in self._granted.placements}
-        left = Counter({name: place.nodes for name, place in granted.items()})
+        # The greater of both: Pods that still end are of a Workload, too.
+        left = Counter({name: place.nodes for name, place in granted.items()}) | self._held
         found: dict[str, str] = {}
 
         def turn(one: Workload) -> tuple[bool, bool, int]:
@@ -326,7 +327,9 @@ class _Decision:
         for one in sorted((w for w in self._own if w.reserved), key=turn):
             own, shared = one.own_placement, one.placement
             full = len(set(found.values())) >= MOST_OWN
-            alone = own in granted or (one.updates and left[shared] < one.nodes and not full)
+            # One that gives its quota back gets no Pods any more, and its Pods are where they were.
+            starts = one.admitted and not one.leaving and one.updates and not full
+            alone = own in granted or self._held[own] or (starts and left[shared] < one.nodes)
             place = found[one.name] = own if alone else shared
             left[place] -= one.nodes
         return found

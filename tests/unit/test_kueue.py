@@ -738,7 +738,7 @@ ACTIONS = st.lists(
     st.sampled_from(
         [
             *("operate", "read", "time", "create", "end", "lose", "admit", "spot", "evict"),
-            *("more", "fewer", "suspend", "resume", "publish", "silence", "tell"),
+            *("more", "fewer", "suspend", "resume", "publish", "silence"),
         ]
     ),
     min_size=20,
@@ -788,9 +788,6 @@ def test_quota_always_covers_the_pods(
                 base = any(w.step == 0 and w.admitted for w in world.workloads.values())
                 rests = not base or world.job["spec"].get("suspend")
                 assert rests or world.nodes >= unit, "a step cost the whole job"
-            case "tell" if world.workloads:
-                one = random.choice(list(world.workloads.values()))
-                told(world, one.step, request=random.choice("ab"))
             case "more":
                 worker["replicas"] = 4 * unit
             case "fewer":
