@@ -154,6 +154,7 @@ async def _run(
             )
             platform = on_pods = KubernetesPlatform(kube, namespace, name, site, timing=timing)
             earlier_recipes = RecipeSecret(kube, namespace, lambda: on_pods.program)
+            stack.push_async_callback(earlier_recipes.close)
             store = SecretJournalStore(
                 kube,
                 namespace,

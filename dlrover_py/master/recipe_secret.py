@@ -167,6 +167,12 @@ class RecipeSecret:
             self._noting = loop.create_task(self._note_use(name))
         return table.bodies.get(name, b"")
 
+    async def close(self) -> None:
+        """Give up the note of a use that is under way."""
+        if self._noting is not None:
+            self._noting.cancel()
+            await asyncio.gather(self._noting, return_exceptions=True)
+
     async def _note_use(self, name: str) -> None:
         """Note the use of a recipe; if that fails, what was read of the Secret is used further."""
         async with self._lock:

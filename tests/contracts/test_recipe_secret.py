@@ -36,9 +36,11 @@ class Masters:
     cluster: FakeCluster
     kube: KubeClient
     label: str = APP
+    made: list[RecipeSecret] = field(default_factory=list)
 
     def one(self, program: str = "gpt") -> RecipeSecret:
-        return RecipeSecret(self.kube, "default", lambda: program)
+        self.made.append(RecipeSecret(self.kube, "default", lambda: program))
+        return self.made[-1]
 
     def make_secret(self) -> None:
         meta = {"name": RECIPES, "labels": {LABEL_APP: self.label}}
@@ -67,6 +69,8 @@ async def masters(tmp_path: Path) -> AsyncIterator[Masters]:
         made = Masters(cluster, kube)
         made.make_secret()
         yield made
+        for one in made.made:
+            await one.close()
 
 
 async def test_the_next_master_finds_what_one_has_kept(masters: Masters) -> None:
