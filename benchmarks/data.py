@@ -29,7 +29,6 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import random
 import signal
 import statistics
@@ -41,7 +40,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +48,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from benchmarks.page import write_section
+from benchmarks.page import measured_with, write_section
 from dlrover_py.protocol.data_ledger import LedgerHeader, file_name
 from dlrover_py.trainer.data import ElasticLoader, ElasticSampler
 from dlrover_py.trainer.data.order import SampleOrder, hash_samples
@@ -590,15 +588,7 @@ def main() -> None:
     if args.json:
         print(json.dumps(rows))
     if args.write:
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-        )
-        head = (
-            f"`python benchmarks/data.py {' '.join(sys.argv[1:])}` at {commit.stdout.strip()}  \n"
-            f"{os.cpu_count()} cores shared with other work (load average {load:.1f} before); "
-            f"Linux {platform.release()}, Python {platform.python_version()}, torch "
-            f"{torch.__version__}, {datetime.now(UTC):%Y-%m-%d}."
-        )
+        head = measured_with(load, f"torch {torch.__version__}")
         write_section("data", "\n".join([head, "", *table(rows)]))
 
 

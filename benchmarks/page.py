@@ -1,8 +1,32 @@
 """The page of benchmarks, docs/benchmarks.md, whose tables the benchmarks write."""
 
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
+
+
+def measured_with(load: float, *libraries: str) -> str:
+    """Return the line above a table: this command, its commit, the machine, versions and the date.
+
+    Args:
+        load: Load average before the measurement.
+        libraries: Further libraries, with their versions.
+    """
+    program = Path(sys.argv[0]).name
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+    )
+    versions = [f"Linux {platform.release()}", f"Python {platform.python_version()}", *libraries]
+    return (
+        f"`python benchmarks/{program} {' '.join(sys.argv[1:])}` at {commit.stdout.strip()}  \n"
+        f"{os.cpu_count()} cores shared with other work (load average {load:.1f} before); "
+        f"{', '.join(versions)}, {datetime.now(UTC):%Y-%m-%d}."
+    )
 
 
 def write_section(name: str, text: str) -> None:

@@ -18,19 +18,15 @@ import gc
 import heapq
 import json
 import os
-import platform
-import subprocess
-import sys
 import tempfile
 import time
 import tracemalloc
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from benchmarks.page import write_section
+from benchmarks.page import measured_with, write_section
 from dlrover_py.protocol.shards import (
     Credit,
     DatasetSpec,
@@ -195,16 +191,7 @@ def main() -> None:
     load = os.getloadavg()[0]
     rows = measure(given.quick)
     if given.write:
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-        )
-        head = (
-            f"`python benchmarks/shards.py {' '.join(sys.argv[1:])}` at {commit.stdout.strip()}  \n"
-            f"{os.cpu_count()} cores shared with other work (load average {load:.0f} before); "
-            f"Linux {platform.release()}, Python {platform.python_version()}, "
-            f"{datetime.now(UTC):%Y-%m-%d}."
-        )
-        write_section("shards", "\n".join([head, "", *table(rows)]))
+        write_section("shards", "\n".join([measured_with(load), "", *table(rows)]))
     if given.json:
         print(json.dumps(rows, ensure_ascii=False))
         return
