@@ -43,6 +43,11 @@ class JobFacts:
         self.status: Obj = seen.job.get("status") or {}
         self.training: Obj = self.status.get("training") or {}
         self.conditions = {c["type"]: c for c in self.status.get("conditions") or ()}
+        self.has_our_allocation = any(
+            writer["manager"] == names.ALLOCATOR_MANAGER
+            for writer in self.meta.get("managedFields") or ()
+        )
+        """Whether ``status.allocation`` is from an operator. Others may write it, too."""
         self.name = names.master_of(self.meta["name"])
         self.wake_times: list[float] = []
         self.needs_pods = False

@@ -772,10 +772,13 @@ class _OperatorMetrics:
 def _without_unused(obj: Obj) -> Obj:
     """Return a job without the parts that the operator does not use, to save memory.
 
-    There may be a thousand jobs in memory. Of each node only phase and host are kept. The object
-    itself is not changed.
+    There may be a thousand jobs in memory. Of each node only phase and host are kept, and of the
+    owners of fields only the allocator. The object itself is not changed.
     """
     meta = {k: v for k, v in obj["metadata"].items() if k != "managedFields"}
+    writers = obj["metadata"].get("managedFields") or ()
+    if ours := [w for w in writers if w["manager"] == names.ALLOCATOR_MANAGER]:
+        meta["managedFields"] = ours
     status = obj.get("status") or {}
     training = status.get("training")
     if training:

@@ -139,8 +139,11 @@ class _Planner:
         belongs to another object.
         """
         facts = self._facts
-        if ConditionType.ALLOCATED in facts.conditions and not (facts.seen.allotted or facts.ended):
-            yield Allot(None)  # the allocator was switched off, or the job has opted out
+        # The allocator was switched off, or the job has opted out. An operator that still ended may
+        # have written the allocation after this one had removed it, and the condition.
+        granted = facts.has_our_allocation or ConditionType.ALLOCATED in facts.conditions
+        if granted and not (facts.seen.allotted or facts.ended):
+            yield Allot(None)
         if facts.ended:
             yield from self._end()
         elif self._conditions.passed_deadline:

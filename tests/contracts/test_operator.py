@@ -121,3 +121,11 @@ async def test_an_allocation_is_written_and_taken_away_on_a_real_api_server(
             await seen(kube, DEPLOYMENTS, MASTER, space, bool)
         async with operator(kube, space):
             assert await becomes(None, "", "") is None
+            # One that still ends writes it again.
+            held = await kube.get(ELASTICJOBS, "x", space)
+            late = {"metadata": held["metadata"], "status": {"allocation": {"nodes": 3}}}
+            late["metadata"] = {k: late["metadata"][k] for k in ("name", "namespace", "uid")}
+            await kube.apply(
+                ELASTICJOBS, late, manager=names.ALLOCATOR_MANAGER, subresource="status"
+            )
+            assert await becomes(None, "", "") is None

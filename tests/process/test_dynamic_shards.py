@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 from dlrover_py.protocol.names import JOURNAL_FILE
@@ -51,6 +52,14 @@ def until_held(folder: Path, run: Job, round_after: int) -> tuple[int, list[int]
     return pids[1], eventually(held, "a batch in both workers")[1]
 
 
+def trained(lines: list[str]) -> Iterator[tuple[int, int]]:
+    """Yield each batch that the lines of a ledger have: the index of its line, and its samples."""
+    for at, line in enumerate(lines):
+        if line.startswith('["trained"'):
+            _, parts = json.loads(line)
+            yield at, sum(stop - start for *_, start, stop in parts)
+
+
 def check_ledger(folder: Path, epochs: int, samples: int) -> None:
     """Check that the ledger proves all epochs, and that it finds a planted loss and double."""
     report = verify(folder)
@@ -58,9 +67,8 @@ def check_ledger(folder: Path, epochs: int, samples: int) -> None:
     assert [(e.finished, e.samples) for e in report.epochs] == [(True, samples)] * epochs
     newest = max((folder / "ledger").glob("*-00000.shards"))
     lines = newest.read_text().splitlines()
-    at = next(number for number, line in enumerate(lines) if line.startswith('["trained"'))
-    _, parts = json.loads(lines[at])
-    size = sum(stop - start for *_, start, stop in parts)
+    # A worker trains empty batches with the others while no shard is left for it.
+    at, size = next((at, size) for at, size in trained(lines) if size)
     newest.write_text("\n".join([*lines[:at], *lines[at + 1 :]]) + "\n")
     assert sum(epoch.missing for epoch in verify(folder).epochs) == size
     newest.write_text("\n".join([*lines[: at + 1], *lines[at:]]) + "\n")

@@ -195,6 +195,7 @@ class World:
             case actions.Allot(allocation):
                 assert allocation is None
                 self.job["status"].pop("allocation", None)
+                self.job["metadata"].pop("managedFields", None)
             case actions.SetStatus(status):
                 ours = {c["type"] for c in status["conditions"]}
                 theirs = [c for c in self.status.get("conditions", ()) if "x" in c]
@@ -1138,6 +1139,16 @@ def test_without_allocator_a_job_is_limited_only_by_what_others_write() -> None:
     world.master_says("Suspended")
     assert world.settle() == {"SetStatus": 1}
     assert world.status["phase"] == "Suspended"
+
+
+def test_what_an_operator_that_still_ends_has_allotted_is_removed() -> None:
+    """During an upgrade it wrote the number again, and the job kept that for ever."""
+    world = running()
+    world.may_have(3)
+    world.job["metadata"]["managedFields"] = [{"manager": names.ALLOCATOR_MANAGER}]
+    assert world.said("Allocated") == ("", "")
+    assert world.settle() == {"Allot": 1}
+    assert "allocation" not in world.status
 
 
 @pytest.mark.parametrize("born", [True, False])

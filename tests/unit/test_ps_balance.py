@@ -311,6 +311,8 @@ def test_what_a_server_refuses_is_no_load() -> None:
             "tests", 1, tables=(table,), servers=servers, clients={"w": 1}, placements=places
         )
         send(coordinator, m.MapNews(known), [], access.key, route)
+        while alive.epoch < known.epoch:  # what comes before the map is refused
+            alive = heard(m.Alive)[1]
         worker.connect(alive.address)
         for seq in range(1, 4):
             for asked in (m.Pull(1, seq, (0, 1)), m.Push("w", 1, 1, seq, (0, 1))):
