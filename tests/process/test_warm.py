@@ -175,6 +175,40 @@ def test_imports_that_cannot_be_shared_are_left_to_each_worker(
         assert sorted(starts(run, 2)) == ["warm 0 2", "warm 1 2"]
 
 
+def test_a_thread_that_frees_memory_is_no_hindrance(place: Place, library: Library) -> None:
+    """pyarrow, which Hugging Face's datasets import, has one: no such job was ever warm."""
+    library.write(
+        "fakelib",
+        "from pathlib import Path\nimport pyarrow.dataset\n"
+        "VERSION = [t.joinpath('comm').read_text() for t in Path('/proc/self/task').iterdir()]"
+        ".count('jemalloc_bg_thd\\n')",
+    )
+    with job(place, script=SCRIPT, replicas=1, env=library.env) as run:
+        run.running(1)
+        until_ready(run)
+        assert starts(run, 1) == ["cold 1"], "the thread runs"
+        assert not said(run, "zygote_unfit"), "it has all modules"
+        kill_worker(run)
+        eventually(lambda: starts(run, 2) == ["warm 1"], "it is forked")
+
+
+def test_a_module_at_fault_that_comes_in_another_way_ends_the_attempts(
+    place: Place, library: Library
+) -> None:
+    """Five zygotes were built, each at the cost of all imports."""
+    library.write(
+        "threads",
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+        "import needs_nothing",
+    )
+    library.write("needs_nothing", "")
+    library.write("fakelib", "import importlib\nVERSION = 1\nimportlib.import_module('threads')")
+    with job(place, script=SCRIPT, replicas=1, env=library.env) as run:
+        run.running(1)
+        eventually(lambda: said(run, "warm_start_disabled"), "there is no zygote")
+        assert len(said(run, "zygote_unfit")) == 2
+
+
 def test_what_the_script_puts_into_the_environment(place: Place, library: Library) -> None:
     library.write("fakelib", "import os\nVERSION = os.environ.get('SECRET')")
     with job(place, script=SCRIPT, args=("secret",), replicas=1, env=library.env) as run:

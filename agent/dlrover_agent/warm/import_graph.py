@@ -15,6 +15,12 @@ from typing import Any, Self
 
 NO_MODULE = ("", "__main__")
 """Names of importers that are no modules of a recipe."""
+ALLOCATOR_THREAD = "jemalloc_bg_thd"
+"""Name of a thread that frees memory; pyarrow has one, and so Hugging Face's ``datasets``.
+
+A fork may happen beside it: jemalloc takes its locks before, and does without the thread in the
+child (``background_thread_postfork_child`` in jemalloc's background_thread.c).
+"""
 
 
 class ImportGraph:
@@ -82,7 +88,7 @@ class ImportGraph:
 
     def starters_of_threads(self) -> list[str]:
         """Return the modules whose threads still run, in order of their names."""
-        running = _threads()
+        running = threads_that_forbid_forks()
         return sorted({self._threads[t] for t in running if self._threads.get(t)})
 
     def with_importers(self, names: Iterable[str]) -> list[str]:
@@ -118,6 +124,22 @@ def _importing_module() -> str:
     return str(frame.f_globals.get("__name__", "")) if frame is not None else ""
 
 
+def threads_that_forbid_forks() -> list[str]:
+    """Return the ids of this process's threads, without the main thread and jemalloc's."""
+    return [thread for thread in _threads() if _name(thread) not in ("", ALLOCATOR_THREAD)]
+
+
 def _threads() -> list[str]:
     """Return the ids of this process's threads."""
     return os.listdir("/proc/self/task")
+
+
+def _name(thread: str) -> str:
+    """Return the name of a thread; empty for the main thread, and for one that has ended."""
+    if thread == str(os.getpid()):
+        return ""
+    try:
+        with open(f"/proc/self/task/{thread}/comm") as file:
+            return file.read().strip()
+    except OSError:
+        return ""

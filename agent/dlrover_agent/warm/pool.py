@@ -502,9 +502,10 @@ class WarmPool:
     async def _build(self) -> None:
         """Build zygotes until one is fit to fork workers, or the attempts are used up.
 
-        Each attempt leaves out the modules at fault in an unfit zygote; without such modules there
-        is no further attempt. A zygote that was lost is built again after a pause. If the recipe
-        has changed meanwhile, the zygote is dropped and another one is built.
+        Each attempt leaves out the modules at fault in an unfit zygote. Without such modules, or
+        if they were left out already, there is no further attempt. A zygote that was lost is built
+        again after a pause. If the recipe has changed meanwhile, the zygote is dropped and another
+        one is built.
 
         A fit zygote replaces the present one, and ``on_change`` is called. If none is fit, the
         present one stays; without one, warm starts are disabled.
@@ -549,8 +550,8 @@ class WarmPool:
             self._kill_zygote(candidate)
             self._end_attempt()
             log.info("zygote_unfit", extra={"why": fitness.unfit, "without": list(fitness.blame)})
-            if not fitness.blame:
-                break
+            if set(fitness.blame) <= set(self._excluded_modules):
+                break  # the next one would be the same
             self._excluded_modules += fitness.blame
         self._end_attempt()
         if self._zygote is None:

@@ -28,7 +28,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 from dlrover_agent.warm import script
-from dlrover_agent.warm.import_graph import ImportGraph
+from dlrover_agent.warm.import_graph import ImportGraph, threads_that_forbid_forks
 from dlrover_py.process.identity import ignore_sent_to_all, signal_at_parents_end
 from dlrover_py.protocol.zygote import (
     LENGTH,
@@ -305,7 +305,7 @@ class Zygote:
         # Otherwise a child's garbage collector would write to every page, and so copy it.
         gc.freeze()
         fault = _probe()
-        if not fault and len(os.listdir("/proc/self/task")) > 1:
+        if not fault and threads_that_forbid_forks():
             fault = "threads that no module is known to have started survive a fork"
         return ZygoteFitness(fault, modules=len(sys.modules))
 
