@@ -43,10 +43,11 @@ install_torch() {
 
 # Usage: test_torch VERSION TEST... Checkpoints go from and to the torch of the main environment.
 # torch 2.6 starts processes of inductor with the first import of it, unless it may use one only.
+# It can hang in C++, where no signal ends a test: a thread ends them all after the timeout.
 test_torch() {
     local python=.matrix/torch-$1/bin/python
     OTHER_PYTHON=$main TORCHINDUCTOR_COMPILE_THREADS=1 \
-        "$python" -m pytest -q -p no:cacheprovider "${@:2}"
+        "$python" -m pytest -q -p no:cacheprovider --timeout-method=thread "${@:2}"
 }
 
 case $versions in

@@ -10,7 +10,9 @@
 #
 #   bash scripts/test.sh .venv
 set -uo pipefail
-pytest=("$1/bin/pytest" -rfEs -p no:cacheprovider --durations=40 --durations-min=5)
+# A test that hangs in C code is not ended by its own timeout, as no signal handler of Python runs.
+pytest=(timeout --foreground --kill-after=60 3000
+    "$1/bin/pytest" -rfEs -p no:cacheprovider --durations=40 --durations-min=5)
 # The files that take longest come first.
 queue=(tests/process/test_{exact_data,flash,examples,membership}.py
     tests/process/test_{operator,replicas,conformance,reshard,dropin,persist}.py

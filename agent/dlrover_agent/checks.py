@@ -76,7 +76,10 @@ def main() -> None:
         connect(number, rank, workers, device.type)
     times = {"matmul_s": matmul(sizes, device, repeat=20 if fault_kind == "slow" else 1)}
     if workers > 1:
-        times["allreduce_s"] = seconds = allreduce(sizes, device, rank, workers)
+        # It lives longer than the group. torch 2.6 holds the GIL while it joins gloo's threads, and
+        # a thread that frees a tensor needs it.
+        data = torch.empty(sizes.floats, device=device)
+        times["allreduce_s"] = seconds = allreduce(data, sizes, rank, workers)
         if level > 1:
             times["algbw_gb_s"] = 4 * sizes.floats / seconds / 1e9
             times["busbw_gb_s"] = times["algbw_gb_s"] * 2 * (workers - 1) / workers
@@ -173,26 +176,25 @@ def matmul(sizes: Sizes, device: torch.device, *, repeat: int = 1) -> float:
     return seconds
 
 
-def allreduce(sizes: Sizes, device: torch.device, rank: int, workers: int) -> float:
+def allreduce(data: torch.Tensor, sizes: Sizes, rank: int, workers: int) -> float:
     """Return the seconds of one all-reduce.
 
     Args:
-        sizes: Size and number of the all-reduces.
-        device: Device of the data.
+        data: What is reduced; it is overwritten.
+        sizes: Number of the all-reduces that are timed.
         rank: Rank of this worker in the group.
         workers: Number of workers in the group.
 
     Raises:
         RuntimeError: The result is wrong.
     """
-    own = torch.full((sizes.floats,), float(rank + 1), device=device)
-    data = torch.empty_like(own)
+    own = torch.full_like(data, float(rank + 1))
 
     def work() -> None:
         data.copy_(own)
         dist.all_reduce(data)
 
-    seconds = timed(work, device, sizes.reductions)
+    seconds = timed(work, data.device, sizes.reductions)
     expected = workers * (workers + 1) / 2
     if not bool((data == expected).all()):
         raise RuntimeError(f"an all-reduce had a wrong result: expected {expected:g} everywhere")

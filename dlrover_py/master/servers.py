@@ -135,7 +135,7 @@ class ServerMap:
     def _serve(self, coordinator: "Coordinator", report: Callable[[TablesStatus], None]) -> None:
         told, problem, tries, tick_at = None, "", 0, 0.0
         said: TablesStatus | None = None
-        report_at = 0.0
+        report_at, epoch, lost = 0.0, 0, 0
         try:
             while not self._over.is_set():
                 if coordinator.socket.closed:
@@ -161,10 +161,16 @@ class ServerMap:
                     tries += 1
                 else:
                     problem, tries = "", 0
+                    known = coordinator.planner.map
+                    if known.epoch != epoch:
+                        epoch, before = known.epoch, lost
+                        lost = sum(one.lost for one in known.placements)
+                        if lost != before:  # else a loss that is soon restored would not be told
+                            report_at = now
                     if now >= report_at:
                         report_at = now + REPORT_S
                         new = tables_status(
-                            coordinator.planner.map,
+                            known,
                             coordinator.loads,
                             coordinator.bucket_loads.rates or (),
                             coordinator.rebalanced,

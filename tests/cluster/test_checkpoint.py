@@ -280,7 +280,8 @@ def test_what_goes_with_notice_is_stored_first(
         its.last(at, "storage")
         permit(tmp_path, 0)
         its.run.patch({"suspend": False})
-        assert its.goes_on(2, after=second.round)[1] == at
+        # The first node may have trained a step before the other one came.
+        assert its.goes_on(2, after=second.round)[1] >= at
 
         uids = [p["metadata"]["uid"] for p in its.run.pods.values()]
         assert in_memory(uids)

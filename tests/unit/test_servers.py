@@ -492,6 +492,17 @@ def test_rows_with_one_copy_only_are_told_after_a_while_and_lost_ones_at_once() 
     assert events[-2].message == "all rows went back to the cut of step 40"
 
 
+def test_a_loss_that_is_restored_within_a_step_is_told() -> None:
+    run = Run(parsed())
+    whole = TablesStatus(epoch=1, tables=["t"], buckets=64)
+    lost = whole.model_copy(update={"lost_buckets": 64})
+    restored = whole.model_copy(update={"cut_step": 40, "restored": 1})
+    run.step(TablesReported(whole))
+    run.step(TablesReported(lost), TablesReported(restored))
+    reasons = ["TablesAtRisk", "TablesRestored", "TablesSafe"]
+    assert [event.reason for event in run.job.status(run.now, WALL).events][-3:] == reasons
+
+
 def test_the_servers_of_a_job_that_rests_end_without_an_alarm() -> None:
     run = Run(parsed())
     risk = TablesStatus(epoch=1, tables=["t"], buckets=64, lost_buckets=64)

@@ -165,6 +165,7 @@ class Servers:
             self._single_since = None
         elif self._single_since is None:
             self._single_since = self.live.now
+        self._judge_tables()  # now: the next report of the same step may say that all is well
 
     def _judge_tables(self) -> None:
         """Record that rows are lost, or would be lost with one more server."""
