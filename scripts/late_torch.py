@@ -39,11 +39,11 @@ def _late(mark: Function, plain: Callable[[Function], Function]) -> Function:
     def decorator(fn: Function | None = None, *args: Any, **options: Any) -> Function:
         if fn is None:
             return functools.partial(decorator, *args, **options)
-        marked, unmarked = functools.cache(lambda: mark(fn, *args, **options)), plain(fn)
+        marked, unmarked = mark(fn, *args, **options), plain(fn)
 
         @functools.wraps(fn)
         def call(*args: Any, **kwargs: Any) -> Any:
-            return (marked() if COMPILER in sys.modules else unmarked)(*args, **kwargs)
+            return (marked if COMPILER in sys.modules else unmarked)(*args, **kwargs)
 
         return call
 
@@ -142,7 +142,11 @@ class _Finder:
                 return disable_now(fn, *args, **options)
             return late_disable(fn, *args, **options)
 
-        late_disable = _late(disable_now, lambda fn: fn)
+        def disable_at_call(fn: Function, *args: Any, **options: Any) -> Function:
+            disabled = functools.cache(lambda: disable_now(fn, *args, **options))
+            return lambda *given, **named: disabled()(*given, **named)
+
+        late_disable = _late(disable_at_call, lambda fn: fn)
         vars(torch)["compile"], vars(module)["disable"] = compile, disable
 
     @staticmethod
