@@ -7,6 +7,10 @@ that compiles nothing is ``torch._dynamo``, the compiler, which takes as much ag
 first call of a function that it must not trace would import it, as in each optimizer. Nothing can
 be traced before it is imported, so such calls do without it. DistributedDataParallel asks it for a
 setting, which has its default. Once the compiler is imported, all is as in torch.
+
+DeepSpeed marks functions that shall be compiled, or shall not, when it is imported. That waits for
+their first call. Lightning imports the compiler to recognise its modules, of which there are none
+before it is imported.
 """
 
 import functools
@@ -14,11 +18,14 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
-from types import ModuleType, SimpleNamespace
+from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 Function = Callable[..., Any]
 COMPILER = "torch._dynamo"
+RECOGNISE = b"from torch._dynamo import OptimizedModule\n"
+RECOGNISING = ("lightning.fabric.wrappers", "lightning.pytorch.utilities.compile")
+"""Modules that import the compiler with this line only to recognise what it has compiled."""
 
 
 def _late(mark: Function, plain: Callable[[Function], Function]) -> Function:
@@ -54,6 +61,27 @@ def _with_own_grad_mode(step: Function) -> Function:
     return call
 
 
+class _Recognising(type):
+    """Type of a class that has the instances of the compiler's class of the same name."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        compiler = sys.modules.get(COMPILER)
+        return compiler is not None and isinstance(instance, getattr(compiler, cls.__name__))
+
+
+class OptimizedModule(metaclass=_Recognising):
+    """Stands for the compiler's class of modules, of which there are none without it."""
+
+
+class _Edited(SourceFileLoader):
+    """Loads a module with the line :data:`RECOGNISE` without that, and keeps no compiled file."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        own = b"from %s import OptimizedModule\n" % __name__.encode()
+        return self.source_to_code(self.get_data(path).replace(RECOGNISE, own), path)
+
+
 class _Changed(SourceFileLoader):
     """Loads a module, and changes it before anybody sees it."""
 
@@ -71,6 +99,7 @@ class _Finder:
 
     def __init__(self) -> None:
         self._changes: dict[str, Callable[[ModuleType], None]] = {
+            "torch.compiler": self._compile_late,
             "torch._compile": self._mark_late,
             "torch.optim.optimizer": self._step_late,
             "torch.nn.parallel.distributed": self._ask_late,
@@ -80,12 +109,45 @@ class _Finder:
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Find a module that is loaded in another way than others; None for the others."""
-        if name not in self._changes:
+        if name not in self._changes and name not in RECOGNISING:
             return None
         spec = PathFinder.find_spec(name, path)
         if spec is not None and spec.origin is not None:
-            spec.loader = _Changed(name, spec.origin, self._changes[name])
+            if name in RECOGNISING:
+                spec.loader = _Edited(name, spec.origin)
+            else:
+                spec.loader = _Changed(name, spec.origin, self._changes[name])
         return spec
+
+    @staticmethod
+    def _compile_late(module: ModuleType) -> None:
+        torch = sys.modules["torch"]
+        compile_now, disable_now = torch.compile, module.disable
+
+        @functools.wraps(compile_now)
+        def compile(model: Any = None, **options: Any) -> Any:
+            if not isinstance(model, FunctionType):
+                return compile_now(model, **options)
+            compiled = functools.cache(lambda: compile_now(model, **options))
+
+            @functools.wraps(model)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                return compiled()(*args, **kwargs)
+
+            return call
+
+        @functools.wraps(disable_now)
+        def disable(fn: Any = None, *args: Any, **options: Any) -> Any:
+            if fn is not None and not isinstance(fn, FunctionType):
+                return disable_now(fn, *args, **options)
+            return late_disable(fn, *args, **options)
+
+        def disable_at_call(fn: Function, *args: Any, **options: Any) -> Function:
+            disabled = functools.cache(lambda: disable_now(fn, *args, **options))
+            return lambda *given, **named: disabled()(*given, **named)
+
+        late_disable = _late(disable_at_call, lambda fn: fn)
+        vars(torch)["compile"], vars(module)["disable"] = compile, disable
 
     @staticmethod
     def _mark_late(module: ModuleType) -> None:

@@ -32,7 +32,7 @@ from dlrover_py.checkpoint.directory import CheckpointDirectory
 from dlrover_py.trainer.data.verify import verify
 from tests.flash import OPEN, permit
 from tests.process.harness import CALM, Job, Place, job, members
-from tests.programs import PROGRAMS
+from tests.programs import LATE_TORCH, PROGRAMS
 
 SAMPLES, STEPS = 407, 41
 """Samples of the dataset, and steps of an epoch."""
@@ -106,7 +106,8 @@ def check_planned_changes(folder: Path, faults: Iterable[int]) -> None:
 def run_alone(program: Path, folder: Path, *, epochs: int) -> None:
     """Run a program in one process without an agent, where nothing disturbs it."""
     command = [sys.executable, str(program), str(folder), str(epochs)]
-    subprocess.run(command, check=True, timeout=150, capture_output=True)
+    env = os.environ | LATE_TORCH
+    subprocess.run(command, check=True, timeout=150, capture_output=True, env=env)
 
 
 def provide_task(place: Place) -> None:

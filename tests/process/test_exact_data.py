@@ -40,8 +40,6 @@ class Integration:
     """What is put into the folder of its program: contents by name."""
     same_files: tuple[str, ...] = ()
     """What the program writes, and must write as without faults: names in the folder."""
-    framework: bool = True
-    """Whether a framework needs all of torch."""
     without: dict[str, str] = field(default_factory=dict)
     """The cases that are left out, and why."""
 
@@ -63,12 +61,11 @@ def zero(stage: int) -> dict[str, str]:
 AS_PLAIN = "as with plain PyTorch: only the optimizer has another state, which other cases restore"
 
 TABLE = {
-    "plain PyTorch": Integration(SCRIPT, framework=False),
-    "ElasticLoop": Integration("train_with_elastic_loop.py", reference=SCRIPT, framework=False),
-    "FSDP2": Integration("train_with_fsdp2.py", same_files=("scaler.json",), framework=False),
+    "plain PyTorch": Integration(SCRIPT),
+    "ElasticLoop": Integration("train_with_elastic_loop.py", reference=SCRIPT),
+    "FSDP2": Integration("train_with_fsdp2.py", same_files=("scaler.json",)),
     "ZeroRedundancyOptimizer": Integration(
         "train_with_zero_optimizer.py",
-        framework=False,
         without=dict.fromkeys(("killed prefetching worker", "torn checkpoint"), AS_PLAIN),
     ),
     "Lightning": Integration("train_with_lightning.py", reference=SCRIPT),
@@ -111,13 +108,7 @@ def test_cases_that_are_left_out_have_a_reason() -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.whole_torch] if integration.framework else [])
-        for name, integration in TABLE.items()
-    ],
-)
+@pytest.mark.parametrize("name", TABLE)
 def test_a_training_with_faults_is_as_one_without(
     place: Place, reference: Reference, name: str
 ) -> None:
@@ -130,7 +121,6 @@ def test_a_training_with_faults_is_as_one_without(
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.whole_torch
 def test_zero_1_is_resized_and_continues_as_zero_2(place: Place, reference: Reference) -> None:
     """The world goes 2→1→2. The last workers find another stage of ZeRO in the config."""
     provide(place.folder, zero(1))

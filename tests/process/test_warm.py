@@ -209,6 +209,19 @@ def test_a_module_at_fault_that_comes_in_another_way_ends_the_attempts(
         assert len(said(run, "zygote_unfit")) == 2
 
 
+def test_an_import_that_looks_for_gpus_in_vain_is_no_hindrance(
+    place: Place, library: Library
+) -> None:
+    """Triton does, as DeepSpeed imports it: without a GPU, no such job was ever warm."""
+    library.write("fakelib", "import torch\nVERSION = torch.cuda.device_count()")
+    env = library.env | {"CUDA_VISIBLE_DEVICES": ""}
+    with job(place, script=SCRIPT, replicas=1, env=env) as run:
+        run.running(1)
+        until_ready(run)
+        kill_worker(run)
+        eventually(lambda: starts(run, 2) == ["warm 0"], "it is forked")
+
+
 def test_what_the_script_puts_into_the_environment(place: Place, library: Library) -> None:
     library.write("fakelib", "import os\nVERSION = os.environ.get('SECRET')")
     with job(place, script=SCRIPT, args=("secret",), replicas=1, env=library.env) as run:

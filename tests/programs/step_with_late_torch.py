@@ -3,7 +3,7 @@
     python step_with_late_torch.py SCRIPTS
 
 SCRIPTS is the folder of late_torch.py. A line is printed before anything needs torch's compiler,
-and one after a compiled function.
+and one after a compiled function. Both end with whether Lightning recognises a compiled module.
 """
 
 import importlib
@@ -14,11 +14,24 @@ importlib.import_module("late_torch")
 
 import torch  # noqa: E402 - after what changes its import
 import torch.distributed as dist  # noqa: E402
+from lightning.fabric.wrappers import OptimizedModule  # noqa: E402
 
 
 def say(*more: object) -> None:
     """Print whether the compiler is there, and the weight."""
     print("torch._dynamo" in sys.modules, weight.tolist(), *more)
+
+
+@torch.compile(backend="eager")
+def double(x: torch.Tensor) -> torch.Tensor:
+    """Return the double."""
+    return 2 * x
+
+
+@torch.compiler.disable
+def set_gradient(parameter: torch.nn.Parameter) -> None:
+    """Set a gradient of ones."""
+    parameter.grad = torch.ones(2)
 
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -27,11 +40,11 @@ layer(torch.ones(2)).backward()
 weight = torch.nn.Parameter(torch.ones(2))
 optimizer = torch.optim.SGD([weight], lr=0.5, momentum=0.5)
 for _ in range(2):
-    weight.grad = torch.ones(2)
+    set_gradient(weight)
     optimizer.step()
-say(weight.requires_grad, torch.is_grad_enabled())
-double = torch.compile(lambda x: 2 * x, backend="eager")
+say(weight.requires_grad, torch.is_grad_enabled(), isinstance(layer, OptimizedModule))
 twice = double(torch.ones(2)).tolist()
+set_gradient(weight)
 optimizer.step()
-say(twice)
+say(twice, isinstance(torch.compile(layer, backend="eager"), OptimizedModule))
 dist.destroy_process_group()

@@ -48,6 +48,9 @@ PART = 1 << 20
 """Largest number of bytes that are read from the socket in one call."""
 PROBE_S = 20.0
 """Seconds that the forked child has for the test."""
+_CUDA = "an import has initialised CUDA"
+CUDA_ASKED = f"a forked child: {_CUDA}"
+"""The result of the test if an import has used CUDA, or has asked whether there are devices."""
 
 
 class ForkTarget(NamedTuple):
@@ -305,6 +308,8 @@ class Zygote:
         # Otherwise a child's garbage collector would write to every page, and so copy it.
         gc.freeze()
         fault = _probe()
+        if fault == CUDA_ASKED and not sys.modules["torch"].cuda.device_count():
+            fault = _probe(cuda=False)  # there is none: workers will find none either
         if not fault and threads_that_forbid_forks():
             fault = "threads that no module is known to have started survive a fork"
         return ZygoteFitness(fault, modules=len(sys.modules))
@@ -447,11 +452,14 @@ def _fork_once() -> None:
     os.waitpid(pid, 0)
 
 
-def _probe() -> str:
+def _probe(*, cuda: bool = True) -> str:
     """Test in a forked child what workers do; return what is wrong, or empty text.
 
     A child that does not answer within ``PROBE_S`` is killed, and the result says that it hangs. If
     the child dies without an answer, the result says that it crashes.
+
+    Args:
+        cuda: whether workers may need CUDA, which no import may have initialised then.
     """
     read, write = os.pipe()
     zygote = os.getpid()
@@ -460,7 +468,7 @@ def _probe() -> str:
         _end_with_parent(zygote)
         os.close(read)
         try:
-            fault = _exercise()
+            fault = _exercise(cuda=cuda)
         except BaseException as error:  # noqa: BLE001
             fault = f"{type(error).__name__}: {error}"
         os.write(write, (fault or "fit").encode())
@@ -475,12 +483,16 @@ def _probe() -> str:
     return "" if text == b"fit" else f"a forked child: {text.decode() or 'crashes'}"
 
 
-def _exercise() -> str:
-    """Use torch and numpy as workers do; return what is wrong, or empty text."""
+def _exercise(*, cuda: bool) -> str:
+    """Use torch and numpy as workers do; return what is wrong, or empty text.
+
+    Args:
+        cuda: as in :func:`_probe`.
+    """
     torch = sys.modules.get("torch")
     if torch is not None:
-        if torch.cuda.is_initialized() or torch.cuda._is_in_bad_fork():
-            return "an import has initialised CUDA"
+        if cuda and (torch.cuda.is_initialized() or torch.cuda._is_in_bad_fork()):
+            return _CUDA
         matrix = torch.ones(600, 600, requires_grad=True)  # enough for threads
         (matrix @ matrix).exp().sum().backward()
     numpy = sys.modules.get("numpy")
