@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import contextlib
+import dataclasses
 import json
 import logging
 import sys
@@ -42,7 +43,14 @@ from dlrover_py.protocol.errors import (
     UnreachableError,
 )
 from dlrover_py.protocol.job import ElasticJob, scaled_to
-from dlrover_py.protocol.job_object import read_conditions, read_events, read_phase, read_status
+from dlrover_py.protocol.job_object import (
+    new_hosts,
+    read_conditions,
+    read_events,
+    read_phase,
+    read_status,
+    waiting_pod,
+)
 from dlrover_py.protocol.job_view import LogTail
 from dlrover_py.protocol.local import History
 from dlrover_py.protocol.reasons import ConditionReason, ConditionType
@@ -435,7 +443,13 @@ class ClusterJob:
         if with_pods:
             label = f"{names.LABEL_JOB}={self.name}"
             pods = self._cluster.run(self._seen(PODS, notes, labels=label))
-        return job_view(self.obj, events, pods, where=self.where, notes=notes)
+        about: list[Obj] = []
+        pod = "" if notes else waiting_pod(self.obj)  # events may be listed
+        if pod:
+            fields = f"involvedObject.kind=Pod,involvedObject.name={pod}"
+            about = self._cluster.run(self._seen(EVENTS, notes, fields=fields))
+        seen = job_view(self.obj, events, pods, where=self.where, notes=notes)
+        return dataclasses.replace(seen, new_hosts=new_hosts(pod, about))
 
     def _fields(self) -> str:
         """Return the field selector of the job's events."""

@@ -681,6 +681,8 @@ def why(name: str | None, round_number: int | None, as_json: bool, target: Targe
         for condition in job_view.problems:
             if not job_view.reason or job_view.reason not in condition.message:
                 click.echo(f"  {view.problem_line(condition)}")
+        if job_view.new_hosts:
+            click.echo(f"  {view.plain(job_view.new_hosts)}")
         if job_view.size_reason:
             click.echo(f"  {view.plain(job_view.size_reason)}")
         if job_view.resource_advice:

@@ -4,6 +4,7 @@ All functions are pure. Values of another version are left out.
 """
 
 import contextlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,9 @@ from dlrover_py.protocol import names
 from dlrover_py.protocol.job_view import problem_line, problems
 from dlrover_py.protocol.reasons import ConditionType
 from dlrover_py.protocol.status import Condition, JobEvent, JobStatus, unix_seconds
+
+MAKERS_OF_HOSTS = ("cluster-autoscaler", "karpenter")
+"""Programs that add hosts for Pods that have no place, as their events name them."""
 
 
 def read_status(obj: Mapping[str, Any]) -> JobStatus | None:
@@ -94,8 +98,7 @@ def read_events(status: JobStatus | None, events: Sequence[Mapping[str, Any]]) -
         by_master = _component(obj) == names.ROLE_MASTER
         tail = obj["metadata"]["name"].rpartition(".")[2]
         event_id = int(tail) if by_master and tail.isdecimal() else -number
-        seen = obj.get("lastTimestamp") or obj.get("eventTime") or obj.get("firstTimestamp")
-        at = unix_seconds(seen) or 0.0
+        at = unix_seconds(_seen_at(obj)) or 0.0
         count = int(obj.get("count") or 1)
         event = JobEvent(
             id=event_id,
@@ -106,6 +109,37 @@ def read_events(status: JobStatus | None, events: Sequence[Mapping[str, Any]]) -
         )
         found.setdefault(event_id, event)
     return sorted(found.values(), key=lambda e: (e.at, e.id))
+
+
+def waiting_pod(obj: Mapping[str, Any]) -> str:
+    """Return the name of a Pod of a job for which no host has a place; empty if there is none."""
+    for condition in read_conditions(obj):
+        if (condition.type, condition.status) == (ConditionType.UNSCHEDULABLE, "True"):
+            node, found, _ = condition.message.partition(": ")
+            if found and re.fullmatch(names.NODE_ID, node):
+                return f"{obj['metadata']['name']}-{node}"
+    return ""
+
+
+def new_hosts(pod: str, events: Sequence[Mapping[str, Any]]) -> str:
+    """Return what a program that makes hosts has last said of a Pod; empty if none has.
+
+    Such programs are the cluster autoscaler of Kubernetes, and Karpenter.
+
+    Args:
+        pod: name of the Pod.
+        events: Kubernetes events about it.
+    """
+    found = [event for event in events if _component(event) in MAKERS_OF_HOSTS]
+    if not found:
+        return ""
+    last = max(found, key=lambda event: unix_seconds(_seen_at(event)) or 0.0)
+    return f"{pod}: {_component(last)}: {last.get('reason') or ''}: {last.get('message') or ''}"
+
+
+def _seen_at(event: Mapping[str, Any]) -> str | None:
+    """Return when an event was last seen."""
+    return event.get("lastTimestamp") or event.get("eventTime") or event.get("firstTimestamp")
 
 
 def _component(event: Mapping[str, Any]) -> str:

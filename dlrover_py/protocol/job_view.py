@@ -76,6 +76,8 @@ class JobView:
     """In a cluster: a description of each node's Pod."""
     notes: Sequence[str] = ()
     """What could not be read, and why."""
+    new_hosts: str = ""
+    """In a cluster: what the program that makes hosts says of a Pod that has no place."""
 
     @property
     def size_reason(self) -> str:

@@ -719,6 +719,8 @@ class JobStatus(_StatusModel):
     ``replicas`` counts."""
     speed: MeasuredSpeed | None = None
     """Measured speeds (``autoscale.mode: auto`` or ``advise``); absent before the first one."""
+    followed_allocation: float | None = None
+    """The ``allocation.since`` that the master follows; absent without one."""
     minimum: int
     """Least number of nodes that a round may have."""
     ready: int

@@ -41,7 +41,8 @@ priorities of two jobs differ by less."""
 WAITING_STEPS = 8
 """Greatest number of steps of a job that wait for quota at the same time."""
 SEEN_S = 2.0
-"""Seconds after a smaller allocation before quota is given back: the master must have read it."""
+"""Seconds after a new allocation before quota is given back. The master must have read it, and a
+Pod that it has created before must be observed."""
 MOST_OWN = 48
 """Kinds of hosts of a job from which on further Workloads share those of their flavors, whatever
 their checks say of Pods. An allocation may have 64 of them."""
@@ -298,7 +299,8 @@ class _Decision:
         self._speed = MeasuredSpeed.read(training.get("speed"))
         # Until a master reports that it wants fewer nodes, it may create those that are missing.
         wanted = training.get("desired", 0) if training.get("phase") in ACTIVE_PHASES else 0
-        if self._is_over(held):
+        over = self._is_over(held)
+        if over:
             wanted = 0
         self._wanted: int = wanted
         """Nodes that the master wants."""
@@ -306,6 +308,9 @@ class _Decision:
         self._standbys: int = worker.get("standbyReplicas") or 0
         self._pods = max(held.total(), wanted + self._standbys if wanted else 0)
         """Pods that hold resources, or may do so soon."""
+        self._follows = None if over else training.get("followedAllocation")
+        """``since`` of the allocation that the master follows. None if it follows none any more, or
+        is of a release that does not report it."""
         self._placement = self._placement_of_each()
         """Name of the kind of hosts of each Workload with quota, by the name of the Workload."""
 
@@ -554,7 +559,8 @@ class _Decision:
         """Return the change of the allocation, and the Workloads that can be deleted now.
 
         A Workload without quota can be deleted at once, one with quota when all Pods fit into the
-        others. While there are Pods, the latter also waits until the allocation is `SEEN_S` old.
+        others. While there are Pods, the latter also waits until the allocation is `SEEN_S` old,
+        and the master follows it. Until then, a Pod may be created in a place that is taken back.
         `Changes.waits` says whether one has to wait.
 
         Args:
@@ -565,9 +571,12 @@ class _Decision:
         for one in self._own:
             if one.reserved:
                 quota[self._placement[one.name]] += one.nodes
-        unplaced = sum(n for place, n in self._held.items() if place not in quota)
+        # Pods that have no place any more, or are too many for it, are covered by other Workloads.
+        excess = sum(max(0, n - quota[place]) for place, n in self._held.items())
         granted = allocation or self._granted
-        recent = granted is not None and 0 <= self._now - granted.since < SEEN_S
+        recent = granted is not None and (
+            0 <= self._now - granted.since < SEEN_S or self._follows not in (None, granted.since)
+        )
         delete, waits = [], False
         for one in sorted(unwanted, key=lambda w: w.step, reverse=True):
             if one.leaving:
@@ -577,7 +586,7 @@ class _Decision:
                 continue
             place = self._placement[one.name]
             here = quota[place] - one.nodes
-            fits = self._held[place] + unplaced <= here
+            fits = self._held[place] + excess <= here
             fits &= self._pods <= quota.total() - one.nodes
             if fits and not (recent and self._pods):
                 quota[place] = here
@@ -598,6 +607,23 @@ class _Decision:
             return changed if changed != self._granted else None
         return self._grant(0, f"held back: {why}")
 
+    def _places_kept(self) -> list[PodPlace]:
+        """Return the places of Workloads that still have quota, of a job without nodes.
+
+        If the job has nodes again before that quota is given back, the Workloads have these places
+        again. Until then, a master that is late may create Pods there.
+        """
+        quota = Counter[str]()
+        for one in self._own:
+            if one.reserved:
+                quota[self._placement[one.name]] += one.nodes
+        granted = () if self._granted is None else self._granted.placements
+        return [
+            place.model_copy(update={"nodes": min(place.nodes, quota[place.name])})
+            for place in granted
+            if quota[place.name]
+        ]
+
     def _grant(
         self, nodes: int, why: str, placements: Sequence[PodPlace] = ()
     ) -> NodeAllocation | None:
@@ -609,8 +635,9 @@ class _Decision:
             placements: where the Pods go.
         """
         old = self._granted
-        places = list(placements)
-        same = old is not None and (old.nodes, old.placements) == (nodes, places)
+        places = list(placements) if nodes else self._places_kept()
+        # Without nodes, no Pods are created anywhere.
+        same = old is not None and old.nodes == nodes and (not nodes or old.placements == places)
         since = old.since if same and old is not None else self._now
         made = NodeAllocation(nodes=nodes, reason=why, since=since, placements=places)
         return None if made == old else made

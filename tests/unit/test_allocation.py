@@ -38,9 +38,10 @@ def message(bench: Bench) -> str:
 
 
 def test_a_job_starts_with_what_it_may_have_and_follows_changes() -> None:
-    spec = elastic_job(6, 2).allocated(NodeAllocation(nodes=4, reason="4 nodes: why not"))
-    bench = started(spec)
+    granted = NodeAllocation(nodes=4, reason="4 nodes: why not", since=7.5)
+    bench = started(elastic_job(6, 2).allocated(granted))
     assert len(bench.members) == 4
+    assert bench.job.status(bench.now, WALL).followed_allocation == 7.5
     assert message(bench) == "4 nodes: why not"
     kept = bench.members[:2]
     allocate(bench, 2, "4→2: 2 nodes given back")
@@ -52,6 +53,7 @@ def test_a_job_starts_with_what_it_may_have_and_follows_changes() -> None:
     assert len(bench.members) == 6
     allocate(bench, None)
     assert len(bench.members) == 6
+    assert bench.job.status(bench.now, WALL).followed_allocation is None
 
 
 def test_a_node_whose_place_was_taken_leaves_and_no_other_one_does() -> None:

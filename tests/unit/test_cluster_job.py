@@ -11,7 +11,7 @@ from dlrover_py.cli.logs import LogQuery
 from dlrover_py.cli.podlogs import node_of_rank, selected_node
 from dlrover_py.cli.view import JobTable, problem_line
 from dlrover_py.protocol.errors import ConfigError
-from dlrover_py.protocol.job_object import read_status
+from dlrover_py.protocol.job_object import new_hosts, read_status, waiting_pod
 from tests.builders import job_file
 
 MASTER = {
@@ -99,6 +99,31 @@ def test_a_command_that_does_not_join_is_trouble_until_a_round_is_formed(
     seen = job_view(job(training=status, conditions=[accepted]), (), (), where="there")
     said = [problem_line(c) for c in seen.problems]
     assert said == ([f"DoesNotJoin: {words}"] if told_of else [])
+
+
+def by(program: str, reason: str, at: int, *, new: bool = False) -> dict[str, Any]:
+    source = {"reportingComponent": program} if new else {"source": {"component": program}}
+    when = {"lastTimestamp": f"2026-01-01T00:00:{at:02}Z"}
+    return source | when | {"reason": reason, "message": f"words of {at}"}
+
+
+def test_the_newest_words_of_a_program_that_makes_hosts_are_said() -> None:
+    words = "n3: 0/4 nodes are available: 4 Insufficient cpu. (and 2 more)"
+    waits = job(training=MASTER, conditions=[told("Unschedulable", "True", words)])
+    assert waiting_pod(waits) == "x-n3"
+    over = job(training=MASTER, conditions=[told("Unschedulable", "False", "it is over")])
+    odd = job(training=MASTER, conditions=[told("Unschedulable", "True", "n3,a=b: c")])
+    assert (waiting_pod(over), waiting_pod(odd), waiting_pod(job())) == ("", "", "")
+    events = [
+        by("cluster-autoscaler", "TriggeredScaleUp", 2),
+        by("cluster-autoscaler", "NotTriggerScaleUp", 1),
+        by("default-scheduler", "FailedScheduling", 3),
+    ]
+    said = "x-n3: cluster-autoscaler: TriggeredScaleUp: words of 2"
+    assert new_hosts("x-n3", events) == said
+    events.append(by("karpenter", "Nominated", 4, new=True))
+    assert new_hosts("x-n3", events) == "x-n3: karpenter: Nominated: words of 4"
+    assert new_hosts("x-n3", events[2:3]) == new_hosts("x-n3", ()) == ""
 
 
 class Refusing:

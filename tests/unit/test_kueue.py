@@ -93,6 +93,7 @@ class World:
     def publish(self) -> None:
         """Have the master report how many nodes it wants."""
         training = {"phase": "Running" if self.wanted else "Suspended", "desired": self.wanted}
+        training |= {"followedAllocation": (self.read or {}).get("since")}
         self.job.setdefault("status", {})["training"] = training
 
     def want(self) -> int:
@@ -362,6 +363,29 @@ def test_quota_is_kept_until_the_master_has_read_the_smaller_number() -> None:
     assert [one.step for one in world.operate().delete] == [1]
 
 
+def test_quota_is_kept_until_the_master_follows_the_allocation_that_takes_it_back() -> None:
+    """The number of nodes is the same, so it does not show which allocation the master has read."""
+    world = World(job(3, 1))
+    for step, flavor in ((0, "stable"), (1, "spot"), (2, "stable")):
+        world.settle()
+        world.admit(step, flavor)
+    world.settle()
+    world.job["spec"]["replicaSpecs"]["worker"]["replicas"] = 4
+    world.operate()
+    world.admit(3, "stable")
+    world.operate()
+    world.evict(1)
+    world.operate()
+    world.pods.remove("spot")
+    world.be_silent()
+    assert world.operate().delete == ()
+    world.create_pod()
+    assert sorted(world.pods) == ["spot", "stable", "stable"]
+    world.settle()
+    assert sorted(world.pods) == ["stable"] * 3
+    assert not any(w.flavors == ("spot",) for w in world.workloads.values())
+
+
 def test_quota_is_kept_while_the_master_may_act_on_a_larger_number_that_it_has_read() -> None:
     world = running()
     world.evict(2)
@@ -409,6 +433,7 @@ def test_a_job_that_is_suspended_or_ends_gives_its_quota_back_once_its_pods_are_
     world.now += 60
     world.operate()
     assert world.workloads == {}
+    world.operate()  # forgets the places of a job that is only suspended
     assert world.operate() == Changes()
 
 
@@ -606,6 +631,50 @@ def test_pods_that_run_stay_whatever_checks_say_later() -> None:
     assert sorted(world.pods) == [*before[:3], "stable_3"], "its quota was of the shared place"
 
 
+def test_workloads_keep_their_places_while_the_job_has_no_nodes() -> None:
+    """The master may be late, and create Pods where it was told to before."""
+    world = World(job(3, 1))
+    for step, flavor in ((0, "stable"), (1, "stable"), (2, "spot")):
+        world.settle()
+        world.admit(step, flavor)
+    world.settle()
+    assert sorted(world.pods) == ["spot", "stable", "stable"]
+    world.job["spec"]["suspend"] = True
+    world.operate()
+    since = world.job["status"]["allocation"]["since"]
+    world.pods.remove("stable")
+    told(world, 1, request="a")
+    world.now += 1
+    world.operate()
+    assert world.job["status"]["allocation"]["since"] == since
+    world.job["spec"]["suspend"] = False
+    world.operate()
+    places = world.job["status"]["allocation"]["placements"]
+    assert {place["name"]: place["nodes"] for place in places} == {"spot": 1, "stable": 2}
+    world.job["spec"]["suspend"] = True
+    world.settle()
+    assert (world.workloads, world.pods) == ({}, [])
+    assert world.job["status"]["allocation"]["placements"] == []
+
+
+def test_a_pod_that_is_one_too_many_in_its_place_has_the_quota_of_another() -> None:
+    world = World(job(3, 1))
+    for step, flavor in ((0, "stable"), (1, "stable"), (2, "spot")):
+        world.settle()
+        world.admit(step, flavor)
+        if step == 1:
+            told(world, 1, request="a")
+    world.settle()
+    assert sorted(world.pods) == ["spot", "stable", "stable_1"]
+    world.pods = ["stable", "stable"]
+    world.job["spec"]["suspend"] = True
+    world.operate()
+    world.pass_time()
+    assert world.operate().delete == ()
+    world.end_pod()
+    assert [one.step for one in world.operate().delete] == [2, 1]
+
+
 def test_the_order_of_checks_does_not_matter() -> None:
     checks = [
         {
@@ -654,7 +723,8 @@ def test_quota_is_given_back_though_no_master_reports_the_end(how: str) -> None:
         world.job["status"]["conditions"] = [{"type": "Suspended", "status": "True"}]
     else:
         world.evict(0)
-    assert world.job["status"]["training"] == {"phase": "Running", "desired": 4}
+    training = world.job["status"]["training"]
+    assert (training["phase"], training["desired"]) == ("Running", 4)
     world.operate()
     world.now += kueue.SILENT_S if how == "silent" else kueue.SEEN_S
     world.operate()
@@ -738,7 +808,7 @@ ACTIONS = st.lists(
     st.sampled_from(
         [
             *("operate", "read", "time", "create", "end", "lose", "admit", "spot", "evict"),
-            *("more", "fewer", "suspend", "resume", "publish", "silence"),
+            *("more", "fewer", "suspend", "resume", "publish", "silence", "tell"),
         ]
     ),
     min_size=20,
@@ -788,6 +858,9 @@ def test_quota_always_covers_the_pods(
                 base = any(w.step == 0 and w.admitted for w in world.workloads.values())
                 rests = not base or world.job["spec"].get("suspend")
                 assert rests or world.nodes >= unit, "a step cost the whole job"
+            case "tell" if world.workloads:
+                one = random.choice(list(world.workloads.values()))
+                told(world, one.step, request=random.choice("ab"))
             case "more":
                 worker["replicas"] = 4 * unit
             case "fewer":

@@ -367,6 +367,11 @@ def test_no_room() -> None:
     del obj["spec"]["nodeName"]
     assert view(obj).problem_type == "Unschedulable"
     assert seen(obj).message == "0/3 nodes are available"
+    obj["status"]["nominatedNodeName"] = "h1"
+    assert seen(obj).message == (
+        "0/3 nodes are available; "
+        "it gets a place on h1 once Pods of lower priority there have ended"
+    )
 
 
 def test_a_fresh_pod_without_a_status_is_near() -> None:

@@ -61,7 +61,7 @@ class StatusReport:
             wall: Unix time; the time of the status, and of each condition that changes.
         """
         members = self.state.world.rank_of if self.state.world is not None else {}
-        worker = self.live.spec.worker
+        worker, allocation = self.live.spec.worker, self.live.spec.allocation
         ready = standby = 0
         for node in self.live.nodes:
             if node.alive and not node.leaving and node.report is not None:
@@ -84,6 +84,7 @@ class StatusReport:
             desired=self.live.desired,
             target_replicas=self.live.target,
             speed=self.live.speed,
+            followed_allocation=allocation.since if allocation is not None else None,
             minimum=worker.minimum,
             ready=ready,
             standby=standby,

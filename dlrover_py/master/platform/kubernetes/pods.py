@@ -634,6 +634,8 @@ def _problem(spec: Obj, status: Obj, conditions: Mapping[str, Obj]) -> Problem:
     scheduled = conditions.get("PodScheduled") or {}
     if not spec.get("nodeName") and scheduled.get("status") == "False":
         message = scheduled.get("message") or scheduled.get("reason") or ""
+        if host := status.get("nominatedNodeName"):
+            message += f"; it gets a place on {host} once Pods of lower priority there have ended"
         return ConditionType.UNSCHEDULABLE, message
     natives = native_sidecars(spec)
     main_runs = "running" in (main_status(spec, status).get("state") or {})
