@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
-from dlrover_agent.warm import script
+from dlrover_agent.warm import compiler, script
 from dlrover_agent.warm.import_graph import ImportGraph, threads_that_forbid_forks
 from dlrover_py.process.identity import ignore_sent_to_all, signal_at_parents_end
 from dlrover_py.protocol.zygote import (
@@ -283,6 +283,7 @@ class Zygote:
         for module in list(sys.modules.values()):
             if origin := _origin(module):
                 self._remember_file(origin)
+        compiler.compute_digests(self._remember_file)
         for what, name, origin in self._orders.recipe:
             if what == "own" and name in sys.modules:
                 return ZygoteFitness(f"{name} is not the module of the script ({origin})")
