@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 from dlrover_agent.child_processes import ChildRegistry
-from dlrover_agent.warm.pool import BuildTiming, ImportRecipe, WarmPool, WorkerProgram
+from dlrover_agent.warm.pool import (
+    BuildTiming,
+    ForkRequest,
+    ImportRecipe,
+    WarmPool,
+    WorkerProgram,
+)
 
 SLOW = """
 import os
@@ -197,4 +203,52 @@ async def test_an_early_zygote_ends_with_its_agent(
 ) -> None:
     node = Node(tmp_path, SLOW, BuildTiming(), early=True)
     await node.pid()
+    await node.close()
+
+
+LIKE_TORCH = """
+class cuda:
+    is_initialized = _is_in_bad_fork = staticmethod(bool)
+
+
+class Tensor:
+    def backward(self):
+        pass
+
+    exp = sum = lambda self: self
+    __matmul__ = lambda self, other: self
+
+
+def ones(*shape, requires_grad):
+    return Tensor()
+"""
+DIGEST = """
+import os
+
+def torch_key():
+    with open(os.environ["GO"] + ".pid", "a") as file:
+        file.write(str(os.getpid()))
+"""
+
+
+async def test_a_zygote_computes_the_digests_of_the_compiler_and_of_no_older_files(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    inner = tmp_path / "torch" / "_inductor"
+    inner.mkdir(parents=True)
+    (inner.parent / "__init__.py").write_text(LIKE_TORCH)
+    (inner / "codecache.py").write_text(DIGEST)
+    for name in ("__init__", "compile_fx", "not_imported"):
+        (inner / f"{name}.py").touch()
+    (tmp_path / "train.py").touch()
+    imports = "import torch._inductor.codecache, torch._inductor.compile_fx"
+    node = Node(tmp_path, imports, BuildTiming())
+    await node.until(lambda: node.warm.ready)
+    assert int(Path(f"{node.go}.pid").read_text()) == await node.pid()
+    (inner / "not_imported.py").write_text("changed = True")
+    request = ForkRequest(list(node.warm.program.argv), {}, 1, 2)
+    with caplog.at_level(logging.WARNING):
+        assert await node.warm.fork([request]) is None
+    (lost,) = [vars(record)["why"] for record in caplog.records]
+    assert lost == f"{inner}/not_imported.py has changed"
     await node.close()
