@@ -16,8 +16,8 @@ from dlrover_agent.warm.pool import (
     ForkRequest,
     ImportRecipe,
     WarmPool,
-    WorkerProgram,
 )
+from dlrover_agent.warm.zygote_start import WorkerProgram
 
 SLOW = """
 import os
@@ -55,7 +55,7 @@ class Node:
         )
         self.line = ("import", "slow_module", str(folder / "slow_module.py"))
         if early:
-            self.warm.begin_early("slow_module")
+            self.warm.starter.begin_early("slow_module")
         else:
             self.warm.adopt(ImportRecipe((self.line,)))
 
@@ -161,7 +161,7 @@ async def test_a_zygote_that_was_started_early_goes_on_with_its_recipe(
     os.close(both)
     assert int(Path(f"{node.go}.pid").read_text()) == first
     assert await node.pid() == first
-    assert not list(tmp_path.glob("zygote-*.json"))
+    await node.until(lambda: not list(tmp_path.glob("zygote-*.json")))
     await node.close()
 
 
@@ -189,7 +189,7 @@ async def test_without_its_early_zygote_a_node_builds_a_usual_one(
         os.kill(first, signal.SIGKILL)
         await node.until(lambda: not Path(f"/proc/{first}/maps").read_bytes())
     else:
-        node.warm.end_early()
+        node.warm.starter.end_early()
         await node.until(lambda: not node.processes())
     node.warm.adopt(ImportRecipe((node.line, second)))
     await node.until(lambda: node.warm.ready)

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import functools
 import hashlib
-import importlib.util
 import logging
 import os
 import signal
@@ -20,23 +19,20 @@ import sys
 import sysconfig
 import time
 import zipimport
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 import dlrover_py
-from dlrover_agent import temporary_folder
 from dlrover_agent.child_processes import ChildRegistry
 from dlrover_agent.warm.earlier_run import RecipeShelf
 from dlrover_agent.warm.observer import ImportObserver, raise_task_error
-from dlrover_agent.warm.script import BOOT
 from dlrover_agent.warm.zygote import receive, send
+from dlrover_agent.warm.zygote_start import WorkerProgram, Zygote, ZygoteLostError, ZygoteStarter
 from dlrover_py.process.blocking import BackgroundThread, OverdueError
 from dlrover_py.process.children import wake
-from dlrover_py.process.identity import ProcessId, exit_code, members
-from dlrover_py.process.ownership import NotOwnedError
-from dlrover_py.process.starter import Starter, kill_and_reap
+from dlrover_py.process.identity import exit_code, members
 from dlrover_py.protocol import recipe as recipes
 from dlrover_py.protocol.zygote import (
     GO,
@@ -46,7 +42,6 @@ from dlrover_py.protocol.zygote import (
     ForkWorkers,
     RecipeLine,
     WorkerFork,
-    ZygoteConfig,
     ZygoteFitness,
     encode,
 )
@@ -167,18 +162,6 @@ class ImportRecipe:
         new = [x for x in newer.lines if x not in known and x[1] not in imports]
         return type(self)((*self.lines, *new))
 
-    def may_begin_with(self, module: str) -> bool:
-        """Return whether a zygote may import this module of the recipe before all others.
-
-        It may if only modules of the standard library and of the user come before it.
-        """
-        for kind, name, value in self.lines:
-            if kind == "import" and name == module:
-                return True
-            if kind == "env" or (kind == "import" and not _is_standard(str(value))):
-                return False
-        return False
-
     def without(self, names: Sequence[str]) -> Self:
         """Return the recipe without these modules and their submodules."""
         below = tuple(f"{name}." for name in names)
@@ -245,42 +228,6 @@ class ForkedProcess:
         return os.waitstatus_to_exitcode(status)
 
 
-@dataclass(slots=True)
-class _Zygote:
-    """A zygote of this node, as the agent sees it."""
-
-    process: subprocess.Popen[bytes]
-    session: ProcessId
-    line: socket.socket
-    output: Path
-    """File with its output."""
-    config: Path
-    """File with its configuration."""
-    early: str = ""
-    """Module that it imports before its recipe is known; empty if it was known at the start."""
-    fitness: ZygoteFitness = field(default_factory=ZygoteFitness)
-
-
-class _ZygoteLostError(Exception):
-    """A zygote was lost while it was built. The text says why.
-
-    The recipe need not be the cause: a user, or the kernel's out-of-memory killer, may have killed
-    or stopped the process.
-    """
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerProgram:
-    """What all workers of this node run."""
-
-    argv: Sequence[str]
-    """Command line: ``PYTHON -u [-m] SCRIPT ARGS…``."""
-    env: Mapping[str, str]
-    """Environment, without variables that differ by rank."""
-    per_rank: Sequence[str]
-    """Names of the variables that differ by rank."""
-
-
 @dataclass(frozen=True, slots=True)
 class BuildTiming:
     """The times of the build of a zygote, in seconds."""
@@ -328,7 +275,7 @@ class WarmPool:
         """Where the recipe is kept between runs."""
         self._uses_earlier = False
         """Whether the recipe is of an earlier run, and no zygote of it has been fit in this run."""
-        self._zygote: _Zygote | None = None
+        self._zygote: Zygote | None = None
         self._unreaped: list[subprocess.Popen[bytes]] = []
         """Processes that were killed, and are not reaped yet."""
         self._import_s = 0.0
@@ -337,8 +284,6 @@ class WarmPool:
         """Whether the recipe is of workers that had come to rest. Otherwise, forked workers are
         observed, too."""
         self._building: asyncio.Task[None] | None = None
-        self._early: asyncio.Task[_Zygote] | None = None
-        """The start of a zygote before its recipe is known."""
         self._excluded_modules: list[str] = []
         """Modules that no zygote must import."""
         self._rebuild = False
@@ -349,11 +294,19 @@ class WarmPool:
         """Set when the first attempt of the present build is over."""
         self._file_thread = BackgroundThread("warm-files")
         self._observer = ImportObserver(scratch, self._file_thread)
-        self._starter = Starter("zygotes")
         self._zygote_thread = BackgroundThread("zygote")
         """The thread that exchanges messages with zygotes, one request after the other."""
-        self._number, self._losses = 0, 0
-        """Numbers of zygotes: of the last one, and of those lost in sequence while being built."""
+        self.starter = ZygoteStarter(
+            program,
+            scratch=scratch,
+            children=children,
+            files=self._file_thread,
+            line=self._zygote_thread,
+            kill=self._kill_zygote,
+        )
+        """Starts the processes of zygotes."""
+        self._losses = 0
+        """Number of zygotes that were lost in sequence while being built."""
         self._last_refusal = ""
         """The last reason for which a zygote refused to fork."""
 
@@ -538,7 +491,7 @@ class WarmPool:
             began = time.monotonic()
             try:
                 candidate = await self._build_candidate(self.recipe.without(self._excluded_modules))
-            except _ZygoteLostError as lost:
+            except ZygoteLostError as lost:
                 if self.disabled_reason:  # the agent ends: it is no fault of the recipe
                     return
                 fitness = ZygoteFitness(str(lost))
@@ -610,114 +563,29 @@ class WarmPool:
                     await self._attempt_over.wait()
         return self.ready
 
-    def begin_early(self, module: str) -> None:
-        """Start a zygote before its recipe is known, and have it import one module.
-
-        The first zygote that is built continues this one, if its recipe allows. Nothing is started
-        if warm starts are disabled, or if the module is not installed.
-        """
-        spec = None if self.disabled_reason else importlib.util.find_spec(module)
-        if spec is not None and spec.origin is not None and self._early is None:
-            first = ImportRecipe((("import", module, spec.origin),))
-            self._early = asyncio.create_task(self._start(first, early=module))
-
-    def end_early(self) -> None:
-        """Kill the zygote of :meth:`begin_early`, unless it is a usual one by now."""
-        early, self._early = self._early, None
-        if early is not None:
-            self._drop(early)
-
-    def _drop(self, early: "asyncio.Task[_Zygote]") -> None:
-        """Kill a zygote that was started early, or end its start."""
-
-        def kill(start: "asyncio.Task[_Zygote]") -> None:
-            if not start.cancelled() and start.exception() is None:
-                self._kill_zygote(start.result())
-
-        if early.done():
-            kill(early)
-        else:
-            early.add_done_callback(kill)
-            early.cancel()
-
-    async def _continue_early(self, recipe: ImportRecipe) -> _Zygote | None:
-        """Have the zygote of :meth:`begin_early` go on with a recipe; None if there is none.
-
-        The result is also None if the recipe has libraries before the module, since their order may
-        matter, or if the zygote has ended. It is killed then.
-        """
-        early, self._early = self._early, None
-        if early is None:
-            return None
-        goes_on = False
-        try:
-            zygote = await asyncio.shield(early)
-            if recipe.may_begin_with(zygote.early):
-                # Another file: it may not have read the first one yet.
-                whole = zygote.config.with_suffix(".whole.json")
-                await self._file_thread.run(
-                    lambda: self._write_config(whole, recipe), self._observer.limit_s
-                )
-                message = os.fsencode(whole)
-                await self._zygote_thread.run(lambda: send(zygote.line, message), FORK_S)
-                goes_on = True
-                return zygote
-        except (OSError, NotOwnedError, _ZygoteLostError):  # OverdueError, too
-            log.debug("early zygote", exc_info=True)
-        finally:
-            if not goes_on:
-                self._drop(early)
-        return None
-
-    async def _start(self, recipe: ImportRecipe, *, early: str = "") -> _Zygote:
-        """Start the process of a zygote.
-
-        Args:
-            recipe: What it imports.
-            early: The module in the recipe, if the whole recipe is not known yet.
-
-        Raises:
-            _ZygoteLostError: It could not be started.
-        """
-        self._number += 1
-        stem = self._scratch / f"zygote-{self._number}"
-        try:
-            zygote = await self._starter.start(
-                lambda: self._start_process(recipe, stem, early), undo=_undo_start
-            )
-        except NotOwnedError as error:
-            raise _ZygoteLostError(f"it cannot be started: {error}") from error
-        except OSError as error:  # OverdueError, too
-            raise _ZygoteLostError(f"it cannot be started: {error.strerror or error}") from error
-        self._children.non_worker_pids.add(zygote.process.pid)
-        self._children.add_session(zygote.session)
-        return zygote
-
-    async def _build_candidate(self, recipe: ImportRecipe) -> _Zygote:
+    async def _build_candidate(self, recipe: ImportRecipe) -> Zygote:
         """Build a zygote, and wait for its report whether it is fit.
 
         One that does not report within the time limit is returned as unfit.
 
         Raises:
-            _ZygoteLostError: The zygote could not be started, has ended without a report, or has
+            ZygoteLostError: The zygote could not be started, has ended without a report, or has
                 not finished its report.
         """
-        candidate = await self._continue_early(recipe) or await self._start(recipe)
+        candidate = await self.starter.start(recipe.lines)
         try:
             await self._wait(candidate)
             body, _ = await self._zygote_thread.run(lambda: receive(candidate.line), FORK_S)
             candidate.fitness = ZygoteFitness.decode(body)
         except OverdueError as error:
             self._kill_zygote(candidate)
-            raise _ZygoteLostError(f"it does not respond ({error})") from error
+            raise ZygoteLostError(f"it does not respond ({error})") from error
         except TimeoutError:
             candidate.fitness = ZygoteFitness(f"it is not ready after {self._timing.timeout_s:g} s")
         except (EOFError, OSError, ValueError) as error:
             self._kill_zygote(candidate)
             last = await self.last_line(candidate.output)
-            raise _ZygoteLostError(
-                ": ".join(["it has ended", *([last] if last else [])])
-            ) from error
+            raise ZygoteLostError(": ".join(["it has ended", *([last] if last else [])])) from error
         except asyncio.CancelledError:
             self._kill_zygote(candidate)
             raise
@@ -726,7 +594,7 @@ class WarmPool:
                 self._file_thread.post(functools.partial(_remove_file, file))
         return candidate
 
-    async def _wait(self, built: _Zygote) -> None:
+    async def _wait(self, built: Zygote) -> None:
         """Wait until a zygote sends a message or ends; continue it periodically if it was stopped.
 
         Raises:
@@ -744,68 +612,6 @@ class WarmPool:
                             await readable.wait()
         finally:
             loop.remove_reader(built.line)
-
-    def _start_process(self, recipe: ImportRecipe, stem: Path, early: str) -> _Zygote:
-        """Start the process of a zygote, and write its configuration. Runs in the starter's thread.
-
-        Args:
-            recipe: What the zygote imports.
-            stem: Path of its files, without a suffix.
-            early: The module in the recipe, if the whole recipe is not known yet.
-
-        Raises:
-            NotOwnedError: Another user has made the folder of the files again.
-            OSError: The process cannot be started, or a file cannot be written.
-        """
-        output, config = stem.with_suffix(".log"), stem.with_suffix(".json")
-        program = self.program
-        agent_end, zygote_end = socket.socketpair()
-        try:
-            fd = zygote_end.fileno()
-            self._write_config(config, recipe, fd, more=bool(early))
-            with zygote_end, output.open("wb") as output_file:
-                room = program.argv[
-                    2:
-                ]  # reserves space in which workers show their own command line
-                process = subprocess.Popen(
-                    [
-                        *program.argv[:2],
-                        "-c",
-                        BOOT.format(module="zygote"),
-                        str(config),
-                        *room,
-                    ],
-                    env=program.env,
-                    pass_fds=[fd],
-                    stdout=output_file,
-                    stderr=output_file,
-                    start_new_session=True,
-                )
-            session = ProcessId.of(process.pid)
-            return _Zygote(process, session, agent_end, output, config, early)
-        except BaseException:
-            agent_end.close()
-            zygote_end.close()
-            raise
-
-    def _write_config(
-        self, path: Path, recipe: ImportRecipe, fd: int = 0, *, more: bool = False
-    ) -> None:
-        """Write the configuration of a zygote.
-
-        Args:
-            path: The file.
-            recipe: What the zygote imports.
-            fd: Its socket to the agent; 0 if it has read that before.
-            more: Whether the whole recipe follows later.
-
-        Raises:
-            NotOwnedError: Another user has made the folder of the file again.
-            OSError: The file cannot be written.
-        """
-        temporary_folder.recreate(self._scratch)
-        lines, per_rank = list(recipe.lines), list(self.program.per_rank)
-        path.write_bytes(encode(ZygoteConfig(fd, os.getpid(), lines, per_rank, more)))
 
     async def last_line(self, output: Path) -> str:
         """Return the last line in a process's output file; empty if the disk does not answer."""
@@ -891,7 +697,7 @@ class WarmPool:
         if self.recipe is not None:
             self._build_soon()
 
-    def _kill_zygote(self, ended: _Zygote | None) -> None:
+    def _kill_zygote(self, ended: Zygote | None) -> None:
         """Kill a zygote and its session, without waiting: a file system may hold the process.
 
         It is reaped after its end, by :meth:`child_ended`. Nothing happens if there is none.
@@ -943,7 +749,7 @@ class WarmPool:
             log.warning("warm_start_disabled", extra={"why": why})
             self._kill_zygote(self._zygote)
             self._zygote = None
-            self.end_early()
+            self.starter.end_early()
             self._on_change()
 
     async def close(self) -> None:
@@ -955,7 +761,7 @@ class WarmPool:
             self._building.cancel()
         tasks = [t for t in (self._observer.stop(), self._building) if t is not None]
         await asyncio.gather(*tasks, return_exceptions=True)
-        self.end_early()
+        self.starter.end_early()
         self._kill_zygote(self._zygote)
         self._zygote = None
 
@@ -1032,12 +838,6 @@ def _abandon_children(result: tuple[ForkAnswer, list[ForkedProcess]]) -> None:
         child.control.close()
 
 
-def _undo_start(found: _Zygote) -> None:
-    """Kill a zygote whose start was given up. Runs in the thread."""
-    found.line.close()
-    kill_and_reap(found.process)
-
-
 def _remove_file(path: Path) -> None:
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)
@@ -1082,14 +882,6 @@ def installed_folders() -> tuple[str, ...]:
     # it with its rendezvous handlers.
     folders += [str(Path(__file__).parents[1]), *dlrover_py.__path__]
     return tuple(f"{folder}/" for folder in dict.fromkeys(folders))
-
-
-def _is_standard(path: str) -> bool:
-    """Return whether a file is of the standard library. Packages may be in a folder below it."""
-    paths = sysconfig.get_paths()
-    packages = (paths["purelib"], paths["platlib"], *site.getsitepackages())
-    standard = f"{paths['stdlib']}/", f"{paths['platstdlib']}/"
-    return path.startswith(standard) and not path.startswith(tuple(f"{p}/" for p in packages))
 
 
 def _has_packages(folder: str) -> bool:

@@ -131,7 +131,8 @@ class RecipeExchange:
             return
         self._warm.shelf.use(MasterRecipes(self._store), keeps=self._is_first_node)
         self._looking = not self._warm.disabled_reason
-        self._warm.begin_early("torch")
+        if self._looking:
+            self._warm.starter.begin_early("torch")
 
     async def take_first(self, body: bytes) -> None:
         """Prepare warm starts with the first answer of the master.
@@ -150,7 +151,7 @@ class RecipeExchange:
         finally:
             self._looking = False
             if self._warm.recipe is None:
-                self._warm.end_early()
+                self._warm.starter.end_early()
 
     async def _adopt_earlier(self, limit_s: float | None = None) -> None:
         """Build a zygote from the recipe of an earlier run, for which the first round waits.
