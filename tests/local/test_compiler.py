@@ -37,7 +37,9 @@ def opened() -> Iterator[list[str]]:
 def test_a_forked_worker_need_not_read_torch_for_its_key() -> None:
     from torch._inductor import codecache, compile_fx
 
-    codecache.torch_key.clear()
+    key = codecache.torch_key
+    # Releases of torch differ in how the function keeps its result.
+    (getattr(key, "clear", None) or key.cache_clear)()
     files: list[str] = []
     with opened() as at_first:
         compiler.compute_digests(files.append)
@@ -45,8 +47,8 @@ def test_a_forked_worker_need_not_read_torch_for_its_key() -> None:
     read = {path for path in at_first if path.endswith((".py", ".so"))}
     assert read <= set(files), "a change of what was read would not be noticed"
     with opened() as later:
-        codecache.torch_key()
-        codecache.triton_key()
+        key()
+        getattr(codecache, "triton_key", key)()  # some releases have none
     assert later == []
 
 

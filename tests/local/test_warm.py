@@ -202,8 +202,9 @@ async def test_an_early_zygote_ends_with_its_agent(
     tmp_path: Path, second: tuple[str, str, str]
 ) -> None:
     node = Node(tmp_path, SLOW, BuildTiming(), early=True)
-    await node.pid()
+    first = await node.pid()
     await node.close()
+    assert not Path(f"/proc/{first}").exists()
 
 
 LIKE_TORCH = """
