@@ -146,7 +146,7 @@ def second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str, s
     """Write a module that imports the slow one, and return its line of a recipe."""
     path = tmp_path / "second_module.py"
     path.write_text(SECOND)
-    monkeypatch.syspath_prepend(tmp_path)  # type: ignore[no-untyped-call, unused-ignore]
+    monkeypatch.syspath_prepend(tmp_path)
     return "import", "second_module", str(path)
 
 

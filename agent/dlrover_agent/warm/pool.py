@@ -29,7 +29,12 @@ from dlrover_agent.child_processes import ChildRegistry
 from dlrover_agent.warm.earlier_run import RecipeShelf
 from dlrover_agent.warm.observer import ImportObserver, raise_task_error
 from dlrover_agent.warm.zygote import receive, send
-from dlrover_agent.warm.zygote_start import WorkerProgram, Zygote, ZygoteLostError, ZygoteStarter
+from dlrover_agent.warm.zygote_start import (
+    WorkerProgram,
+    ZygoteLostError,
+    ZygoteProcess,
+    ZygoteStarter,
+)
 from dlrover_py.process.blocking import BackgroundThread, OverdueError
 from dlrover_py.process.children import wake
 from dlrover_py.process.identity import exit_code, members
@@ -275,7 +280,7 @@ class WarmPool:
         """Where the recipe is kept between runs."""
         self._uses_earlier = False
         """Whether the recipe is of an earlier run, and no zygote of it has been fit in this run."""
-        self._zygote: Zygote | None = None
+        self._zygote: ZygoteProcess | None = None
         self._unreaped: list[subprocess.Popen[bytes]] = []
         """Processes that were killed, and are not reaped yet."""
         self._import_s = 0.0
@@ -563,7 +568,7 @@ class WarmPool:
                     await self._attempt_over.wait()
         return self.ready
 
-    async def _build_candidate(self, recipe: ImportRecipe) -> Zygote:
+    async def _build_candidate(self, recipe: ImportRecipe) -> ZygoteProcess:
         """Build a zygote, and wait for its report whether it is fit.
 
         One that does not report within the time limit is returned as unfit.
@@ -594,7 +599,7 @@ class WarmPool:
                 self._file_thread.post(functools.partial(_remove_file, file))
         return candidate
 
-    async def _wait(self, built: Zygote) -> None:
+    async def _wait(self, built: ZygoteProcess) -> None:
         """Wait until a zygote sends a message or ends; continue it periodically if it was stopped.
 
         Raises:
@@ -697,7 +702,7 @@ class WarmPool:
         if self.recipe is not None:
             self._build_soon()
 
-    def _kill_zygote(self, ended: Zygote | None) -> None:
+    def _kill_zygote(self, ended: ZygoteProcess | None) -> None:
         """Kill a zygote and its session, without waiting: a file system may hold the process.
 
         It is reaped after its end, by :meth:`child_ended`. Nothing happens if there is none.

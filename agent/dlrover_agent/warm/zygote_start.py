@@ -43,7 +43,7 @@ class WorkerProgram:
 
 
 @dataclass(slots=True)
-class Zygote:
+class ZygoteProcess:
     """A zygote of this node, as the agent sees it."""
 
     process: subprocess.Popen[bytes]
@@ -77,7 +77,7 @@ class ZygoteStarter:
         children: ChildRegistry,
         files: BackgroundThread,
         line: BackgroundThread,
-        kill: Callable[[Zygote], None],
+        kill: Callable[[ZygoteProcess], None],
     ) -> None:
         """Create the starter. Nothing is started yet.
 
@@ -94,10 +94,10 @@ class ZygoteStarter:
         self._starter = Starter("zygotes")
         self._number = 0
         """Number of the last zygote."""
-        self._early: asyncio.Task[Zygote] | None = None
+        self._early: asyncio.Task[ZygoteProcess] | None = None
         """The start of a zygote before its recipe is known."""
 
-    async def start(self, recipe: Sequence[RecipeLine]) -> Zygote:
+    async def start(self, recipe: Sequence[RecipeLine]) -> ZygoteProcess:
         """Return a zygote that imports a recipe: the one of :meth:`begin_early`, or a new one.
 
         Raises:
@@ -121,10 +121,10 @@ class ZygoteStarter:
         if early is not None:
             self._drop(early)
 
-    def _drop(self, early: "asyncio.Task[Zygote]") -> None:
+    def _drop(self, early: "asyncio.Task[ZygoteProcess]") -> None:
         """Kill a zygote that was started early, or end its start."""
 
-        def kill(start: "asyncio.Task[Zygote]") -> None:
+        def kill(start: "asyncio.Task[ZygoteProcess]") -> None:
             if not start.cancelled() and start.exception() is None:
                 self._kill(start.result())
 
@@ -134,7 +134,7 @@ class ZygoteStarter:
             early.add_done_callback(kill)
             early.cancel()
 
-    async def _continue_early(self, recipe: Sequence[RecipeLine]) -> Zygote | None:
+    async def _continue_early(self, recipe: Sequence[RecipeLine]) -> ZygoteProcess | None:
         """Have the zygote of :meth:`begin_early` go on with a recipe; None if there is none.
 
         The result is also None if the recipe has libraries before the module, since their order may
@@ -161,7 +161,7 @@ class ZygoteStarter:
                 self._drop(early)
         return None
 
-    async def _start(self, recipe: Sequence[RecipeLine], *, early: str = "") -> Zygote:
+    async def _start(self, recipe: Sequence[RecipeLine], *, early: str = "") -> ZygoteProcess:
         """Start the process of a zygote.
 
         Args:
@@ -185,7 +185,7 @@ class ZygoteStarter:
         self._children.add_session(zygote.session)
         return zygote
 
-    def _start_process(self, recipe: Sequence[RecipeLine], stem: Path, early: str) -> Zygote:
+    def _start_process(self, recipe: Sequence[RecipeLine], stem: Path, early: str) -> ZygoteProcess:
         """Start the process of a zygote, and write its configuration. Runs in the starter's thread.
 
         Args:
@@ -222,7 +222,7 @@ class ZygoteStarter:
                     start_new_session=True,
                 )
             session = ProcessId.of(process.pid)
-            return Zygote(process, session, agent_end, output, config, early)
+            return ZygoteProcess(process, session, agent_end, output, config, early)
         except BaseException:
             agent_end.close()
             zygote_end.close()
@@ -248,7 +248,7 @@ class ZygoteStarter:
         path.write_bytes(encode(ZygoteConfig(fd, os.getpid(), lines, per_rank, more)))
 
 
-def _undo_start(found: Zygote) -> None:
+def _undo_start(found: ZygoteProcess) -> None:
     """Kill a zygote whose start was given up. Runs in the thread."""
     found.line.close()
     kill_and_reap(found.process)
