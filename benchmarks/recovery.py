@@ -71,6 +71,10 @@ with open(f"{out}/{rank}", "a", buffering=1) as file:
 """
 EXAMPLE = (Path(__file__).parents[1] / "examples/02-gpt/train.py").read_text()
 COMPILE = ("DistributedDataParallel(model)", "DistributedDataParallel(torch.compile(model))")
+ONE_GRAPH = (
+    "import torch\n",
+    "import torch\nimport torch._dynamo\n\ntorch._dynamo.config.optimize_ddp = False\n",
+)
 T = TypeVar("T")
 _pause = threading.Event()
 
@@ -489,7 +493,11 @@ def second_start_rows(times: int, numbers: Sequence[int]) -> list[Row]:
 
 
 def compiled_rows(kills: int, never_s: float) -> list[Row]:
-    """Kill workers of the example 02-gpt, as it is and compiled. All share one inductor cache."""
+    """Kill workers of the example 02-gpt: compiled, also in one graph, and as it is.
+
+    All share one cache of inductor. Only of a model in one graph does torch keep what AOTAutograd
+    has made.
+    """
     script = EXAMPLE.replace(
         "        step += 1\n",
         "        step += 1\n"
@@ -499,14 +507,19 @@ def compiled_rows(kills: int, never_s: float) -> list[Row]:
     )
     target = "≤ 0.1 of torchrun's, ≤ 1.5 of that which is not compiled"
     compiled = Row("`kill -9` of one of 2 workers of 02-gpt, compiled", target)
+    one_graph = Row("the same, compiled in one graph (`optimize_ddp = False`)", target)
     eager = Row("the same, not compiled", "")
     with tempfile.TemporaryDirectory(prefix="b-", dir="/tmp") as cache:
         kill = partial(kill_workers, never_s=never_s, argv=["--steps=1000000"], pause_s=3)
         for name, count in (("elastic-run", kills), ("torchrun, cured", max(2, kills // 4))):
-            for row, text in ((compiled, script.replace(*COMPILE)), (eager, script)):
+            for row, text in (
+                (compiled, script.replace(*COMPILE)),
+                (one_graph, script.replace(*COMPILE).replace(*ONE_GRAPH, 1)),
+                (eager, script),
+            ):
                 env = {"TORCHINDUCTOR_CACHE_DIR": cache}
                 row.add(f"{name}, idle", *kill(name, count, script=text, env=env))
-    return [compiled, eager]
+    return [compiled, one_graph, eager]
 
 
 def counted(workers: int) -> str:

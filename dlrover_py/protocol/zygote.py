@@ -1,10 +1,10 @@
 """The messages between an agent, its zygote and the processes that the zygote forks.
 
-The agent writes a :class:`ZygoteConfig` to a file. All other messages go over a socket: JSON after
-a length of four bytes. The zygote sends one :class:`ZygoteFitness`, and one :class:`ForkAnswer` to
-each :class:`ForkWorkers` or :class:`ForkStore`. Descriptors come with the first byte of a request.
-A forked process has a socket of its own, with one byte in each direction: :data:`GO` and
-:data:`STARTED`.
+The agent writes a :class:`ZygoteConfig` to a file, and perhaps another one later. All other
+messages go over a socket: JSON after a length of four bytes. The zygote sends one
+:class:`ZygoteFitness`, and one :class:`ForkAnswer` to each :class:`ForkWorkers` or
+:class:`ForkStore`. Descriptors come with the first byte of a request. A forked process has a socket
+of its own, with one byte in each direction: :data:`GO` and :data:`STARTED`.
 
 All of them run from the same installation, so the messages have no version. A zygote imports as
 little as possible, so this module needs only the standard library.
@@ -44,11 +44,23 @@ class ZygoteConfig(NamedTuple):
     """
     per_rank: Sequence[str]
     """Environment variables that differ between workers. No import may read them."""
+    more: bool = False
+    """Whether the agent knows only the first lines of the recipe yet.
+
+    Later it sends one message more: the path of a file that has this object with the whole recipe.
+    """
 
     @classmethod
     def decode(cls, body: bytes) -> Self:
         """Return a configuration; ValueError if the bytes are none."""
-        found = _fields(body, socket=_number, agent=_number, recipe=recipe_lines, per_rank=_texts)
+        found = _fields(
+            body,
+            socket=_number,
+            agent=_number,
+            recipe=recipe_lines,
+            per_rank=_texts,
+            more=_truth,
+        )
         lines = [(what, name, value) for what, name, value in found["recipe"]]
         return cls(**found | {"recipe": lines})
 
@@ -161,6 +173,10 @@ def _text(value: Any) -> bool:
 
 def _number(value: Any) -> bool:
     return type(value) is int and value >= 0
+
+
+def _truth(value: Any) -> bool:
+    return isinstance(value, bool)
 
 
 def _any_list(value: Any) -> bool:

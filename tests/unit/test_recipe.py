@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import sysconfig
 import zlib
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from dlrover_agent.warm import pool
 from dlrover_agent.warm.pool import ImportRecipe
 from dlrover_agent.warm.zygote import _importable, origin_before_import
+from dlrover_agent.warm.zygote_start import may_begin_with
 from dlrover_py.protocol.recipe import decode_record
 
 SITE = ("/site/", "/lib/")
@@ -53,6 +55,17 @@ def test_workers_that_disagree_on_the_environment_have_no_recipe() -> None:
 def test_a_worker_that_is_behind_does_not_disagree() -> None:
     one = record(("env", "A", "0"), JSON, ("env", "B", "0"), TORCH)
     assert recipe(one, record(("env", "A", "0"), JSON)).imports == {"json", "torch"}
+
+
+def test_torch_may_come_first_if_only_the_standard_library_came_before() -> None:
+    paths = sysconfig.get_paths()
+    standard = ("import", "json", f"{paths['stdlib']}/json/__init__.py")
+    library = ("import", "numpy", f"{paths['purelib']}/numpy/__init__.py")
+    own, later = ("own", *OWN[1:]), ("import", "json.scanner", "/lib/json/scanner.py")
+    assert may_begin_with((standard, own, TORCH, library, later), "torch")
+    for line in (library, ("env", "A", "1"), ("import", "b", "/elsewhere/b.py")):
+        assert not may_begin_with((standard, line, TORCH), "torch")
+    assert not may_begin_with((standard,), "torch"), "the script does not use it"
 
 
 def test_a_torn_line_is_left_out() -> None:

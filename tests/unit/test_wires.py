@@ -108,7 +108,10 @@ ZYGOTE_MESSAGES: list[tuple[Callable[[bytes], Any], st.SearchStrategy[Any]]] = [
     (read_request, st.builds(ForkStore, NUMBERS)),
     (ForkAnswer.decode, st.builds(ForkAnswer, st.lists(NUMBERS, max_size=3), TEXT)),
     (ZygoteFitness.decode, st.builds(ZygoteFitness, TEXT, TEXTS, NUMBERS)),
-    (ZygoteConfig.decode, st.builds(ZygoteConfig, NUMBERS, NUMBERS, RECIPE_LINES, TEXTS)),
+    (
+        ZygoteConfig.decode,
+        st.builds(ZygoteConfig, NUMBERS, NUMBERS, RECIPE_LINES, TEXTS, st.booleans()),
+    ),
 ]
 
 

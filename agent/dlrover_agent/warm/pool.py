@@ -19,23 +19,25 @@ import sys
 import sysconfig
 import time
 import zipimport
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 import dlrover_py
-from dlrover_agent import temporary_folder
 from dlrover_agent.child_processes import ChildRegistry
 from dlrover_agent.warm.earlier_run import RecipeShelf
 from dlrover_agent.warm.observer import ImportObserver, raise_task_error
-from dlrover_agent.warm.script import BOOT
 from dlrover_agent.warm.zygote import receive, send
+from dlrover_agent.warm.zygote_start import (
+    WorkerProgram,
+    ZygoteLostError,
+    ZygoteProcess,
+    ZygoteStarter,
+)
 from dlrover_py.process.blocking import BackgroundThread, OverdueError
 from dlrover_py.process.children import wake
-from dlrover_py.process.identity import ProcessId, exit_code, members
-from dlrover_py.process.ownership import NotOwnedError
-from dlrover_py.process.starter import Starter, kill_and_reap
+from dlrover_py.process.identity import exit_code, members
 from dlrover_py.protocol import recipe as recipes
 from dlrover_py.protocol.zygote import (
     GO,
@@ -45,7 +47,6 @@ from dlrover_py.protocol.zygote import (
     ForkWorkers,
     RecipeLine,
     WorkerFork,
-    ZygoteConfig,
     ZygoteFitness,
     encode,
 )
@@ -232,36 +233,6 @@ class ForkedProcess:
         return os.waitstatus_to_exitcode(status)
 
 
-@dataclass(slots=True)
-class _Zygote:
-    """A zygote of this node, as the agent sees it."""
-
-    process: subprocess.Popen[bytes]
-    session: ProcessId
-    line: socket.socket
-    fitness: ZygoteFitness = field(default_factory=ZygoteFitness)
-
-
-class _ZygoteLostError(Exception):
-    """A zygote was lost while it was built. The text says why.
-
-    The recipe need not be the cause: a user, or the kernel's out-of-memory killer, may have killed
-    or stopped the process.
-    """
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerProgram:
-    """What all workers of this node run."""
-
-    argv: Sequence[str]
-    """Command line: ``PYTHON -u [-m] SCRIPT ARGS…``."""
-    env: Mapping[str, str]
-    """Environment, without variables that differ by rank."""
-    per_rank: Sequence[str]
-    """Names of the variables that differ by rank."""
-
-
 @dataclass(frozen=True, slots=True)
 class BuildTiming:
     """The times of the build of a zygote, in seconds."""
@@ -309,7 +280,7 @@ class WarmPool:
         """Where the recipe is kept between runs."""
         self._uses_earlier = False
         """Whether the recipe is of an earlier run, and no zygote of it has been fit in this run."""
-        self._zygote: _Zygote | None = None
+        self._zygote: ZygoteProcess | None = None
         self._unreaped: list[subprocess.Popen[bytes]] = []
         """Processes that were killed, and are not reaped yet."""
         self._import_s = 0.0
@@ -328,11 +299,19 @@ class WarmPool:
         """Set when the first attempt of the present build is over."""
         self._file_thread = BackgroundThread("warm-files")
         self._observer = ImportObserver(scratch, self._file_thread)
-        self._starter = Starter("zygotes")
         self._zygote_thread = BackgroundThread("zygote")
         """The thread that exchanges messages with zygotes, one request after the other."""
-        self._number, self._losses = 0, 0
-        """Numbers of zygotes: of the last one, and of those lost in sequence while being built."""
+        self.starter = ZygoteStarter(
+            program,
+            scratch=scratch,
+            children=children,
+            files=self._file_thread,
+            line=self._zygote_thread,
+            kill=self._kill_zygote,
+        )
+        """Starts the processes of zygotes."""
+        self._losses = 0
+        """Number of zygotes that were lost in sequence while being built."""
         self._last_refusal = ""
         """The last reason for which a zygote refused to fork."""
 
@@ -517,7 +496,7 @@ class WarmPool:
             began = time.monotonic()
             try:
                 candidate = await self._build_candidate(self.recipe.without(self._excluded_modules))
-            except _ZygoteLostError as lost:
+            except ZygoteLostError as lost:
                 if self.disabled_reason:  # the agent ends: it is no fault of the recipe
                     return
                 fitness = ZygoteFitness(str(lost))
@@ -589,51 +568,38 @@ class WarmPool:
                     await self._attempt_over.wait()
         return self.ready
 
-    async def _build_candidate(self, recipe: ImportRecipe) -> _Zygote:
+    async def _build_candidate(self, recipe: ImportRecipe) -> ZygoteProcess:
         """Build a zygote, and wait for its report whether it is fit.
 
         One that does not report within the time limit is returned as unfit.
 
         Raises:
-            _ZygoteLostError: The zygote could not be started, has ended without a report, or has
+            ZygoteLostError: The zygote could not be started, has ended without a report, or has
                 not finished its report.
         """
-        self._number += 1
-        stem = self._scratch / f"zygote-{self._number}"
-        output, config_path = stem.with_suffix(".log"), stem.with_suffix(".json")
-        try:
-            candidate = await self._starter.start(
-                lambda: self._start_process(recipe, output, config_path), undo=_undo_start
-            )
-        except NotOwnedError as error:
-            raise _ZygoteLostError(f"it cannot be started: {error}") from error
-        except OSError as error:  # OverdueError, too
-            raise _ZygoteLostError(f"it cannot be started: {error.strerror or error}") from error
-        self._children.non_worker_pids.add(candidate.process.pid)
-        self._children.add_session(candidate.session)
+        candidate = await self.starter.start(recipe.lines)
         try:
             await self._wait(candidate)
             body, _ = await self._zygote_thread.run(lambda: receive(candidate.line), FORK_S)
             candidate.fitness = ZygoteFitness.decode(body)
         except OverdueError as error:
             self._kill_zygote(candidate)
-            raise _ZygoteLostError(f"it does not respond ({error})") from error
+            raise ZygoteLostError(f"it does not respond ({error})") from error
         except TimeoutError:
             candidate.fitness = ZygoteFitness(f"it is not ready after {self._timing.timeout_s:g} s")
         except (EOFError, OSError, ValueError) as error:
             self._kill_zygote(candidate)
-            last = await self.last_line(output)
-            raise _ZygoteLostError(
-                ": ".join(["it has ended", *([last] if last else [])])
-            ) from error
+            last = await self.last_line(candidate.output)
+            raise ZygoteLostError(": ".join(["it has ended", *([last] if last else [])])) from error
         except asyncio.CancelledError:
             self._kill_zygote(candidate)
             raise
         finally:
-            self._file_thread.post(functools.partial(_remove_file, config_path))
+            for file in (candidate.config, candidate.config.with_suffix(".whole.json")):
+                self._file_thread.post(functools.partial(_remove_file, file))
         return candidate
 
-    async def _wait(self, built: _Zygote) -> None:
+    async def _wait(self, built: ZygoteProcess) -> None:
         """Wait until a zygote sends a message or ends; continue it periodically if it was stopped.
 
         Raises:
@@ -651,48 +617,6 @@ class WarmPool:
                             await readable.wait()
         finally:
             loop.remove_reader(built.line)
-
-    def _start_process(self, recipe: ImportRecipe, output: Path, config_path: Path) -> _Zygote:
-        """Start the process of a zygote, and write its configuration. Runs in the starter's thread.
-
-        Args:
-            recipe: What the zygote imports.
-            output: File for the process's output.
-            config_path: File for the configuration, which the process reads.
-
-        Raises:
-            NotOwnedError: Another user has made the folder of the files again.
-            OSError: The process cannot be started, or a file cannot be written.
-        """
-        temporary_folder.recreate(self._scratch)
-        program = self.program
-        agent_end, zygote_end = socket.socketpair()
-        try:
-            with zygote_end, output.open("wb") as output_file:
-                lines, per_rank = list(recipe.lines), list(program.per_rank)
-                config = ZygoteConfig(zygote_end.fileno(), os.getpid(), lines, per_rank)
-                config_path.write_bytes(encode(config))
-                room = program.argv[
-                    2:
-                ]  # reserves space in which workers show their own command line
-                process = subprocess.Popen(
-                    [
-                        *program.argv[:2],
-                        "-c",
-                        BOOT.format(module="zygote"),
-                        str(config_path),
-                        *room,
-                    ],
-                    env=program.env,
-                    pass_fds=[zygote_end.fileno()],
-                    stdout=output_file,
-                    stderr=output_file,
-                    start_new_session=True,
-                )
-            return _Zygote(process, ProcessId.of(process.pid), agent_end)
-        except BaseException:
-            agent_end.close()
-            raise
 
     async def last_line(self, output: Path) -> str:
         """Return the last line in a process's output file; empty if the disk does not answer."""
@@ -778,7 +702,7 @@ class WarmPool:
         if self.recipe is not None:
             self._build_soon()
 
-    def _kill_zygote(self, ended: _Zygote | None) -> None:
+    def _kill_zygote(self, ended: ZygoteProcess | None) -> None:
         """Kill a zygote and its session, without waiting: a file system may hold the process.
 
         It is reaped after its end, by :meth:`child_ended`. Nothing happens if there is none.
@@ -830,6 +754,7 @@ class WarmPool:
             log.warning("warm_start_disabled", extra={"why": why})
             self._kill_zygote(self._zygote)
             self._zygote = None
+            self.starter.end_early()
             self._on_change()
 
     async def close(self) -> None:
@@ -841,6 +766,7 @@ class WarmPool:
             self._building.cancel()
         tasks = [t for t in (self._observer.stop(), self._building) if t is not None]
         await asyncio.gather(*tasks, return_exceptions=True)
+        self.starter.end_early()
         self._kill_zygote(self._zygote)
         self._zygote = None
 
@@ -915,12 +841,6 @@ def _abandon_children(result: tuple[ForkAnswer, list[ForkedProcess]]) -> None:
     """Let children end that are no longer needed, by closing their control sockets."""
     for child in result[1]:
         child.control.close()
-
-
-def _undo_start(found: _Zygote) -> None:
-    """Kill a zygote whose start was given up. Runs in the thread."""
-    found.line.close()
-    kill_and_reap(found.process)
 
 
 def _remove_file(path: Path) -> None:

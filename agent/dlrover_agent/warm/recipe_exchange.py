@@ -120,7 +120,8 @@ class RecipeExchange:
     async def take_earlier(self, *, with_master: bool) -> None:
         """Prepare warm starts with the recipe that an earlier run has left on this node, if any.
 
-        If the master keeps such recipes, nothing is done before its first answer.
+        If the master keeps such recipes, its first answer is awaited, and a zygote imports torch
+        meanwhile.
 
         Args:
             with_master: Whether the master keeps the recipes of earlier runs, and not this node.
@@ -130,6 +131,8 @@ class RecipeExchange:
             return
         self._warm.shelf.use(MasterRecipes(self._store), keeps=self._is_first_node)
         self._looking = not self._warm.disabled_reason
+        if self._looking:
+            self._warm.starter.begin_early("torch")
 
     async def take_first(self, body: bytes) -> None:
         """Prepare warm starts with the first answer of the master.
@@ -147,6 +150,8 @@ class RecipeExchange:
                     self._earlier_digest = self._warm.recipe.digest
         finally:
             self._looking = False
+            if self._warm.recipe is None:
+                self._warm.starter.end_early()
 
     async def _adopt_earlier(self, limit_s: float | None = None) -> None:
         """Build a zygote from the recipe of an earlier run, for which the first round waits.

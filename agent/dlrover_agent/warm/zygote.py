@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
-from dlrover_agent.warm import script
+from dlrover_agent.warm import compiler, script
 from dlrover_agent.warm.import_graph import ImportGraph, threads_that_forbid_forks
 from dlrover_py.process.identity import ignore_sent_to_all, signal_at_parents_end
 from dlrover_py.protocol.zygote import (
@@ -37,6 +37,7 @@ from dlrover_py.protocol.zygote import (
     ForkAnswer,
     ForkStore,
     ForkWorkers,
+    RecipeLine,
     WorkerFork,
     ZygoteConfig,
     ZygoteFitness,
@@ -141,8 +142,7 @@ def main() -> None:
         agent, *rest = map(int, sys.argv[2:])
         _end_with_parent(agent)
         serve_store(*rest)
-    with open(sys.argv[1], "rb") as file:
-        orders = ZygoteConfig.decode(file.read(MAX_MESSAGE))
+    orders = _read_orders(sys.argv[1])
     line = socket.socket(fileno=orders.socket)
     line.set_inheritable(False)
     _end_with_parent(orders.agent)
@@ -155,6 +155,17 @@ def main() -> None:
         script.watch(observe[0], tuple(observe[1].split(os.pathsep)))
     script.start_probe()
     script.run_script(argv)
+
+
+def _read_orders(path: str | bytes) -> ZygoteConfig:
+    """Return the configuration in a file.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is none.
+    """
+    with open(path, "rb") as file:
+        return ZygoteConfig.decode(file.read(MAX_MESSAGE))
 
 
 def serve_store(port: int, listening: int, control: int) -> NoReturn:
@@ -232,16 +243,13 @@ class Zygote:
         An import that fails is skipped, because the script's own import will fail, too. The result
         lists the modules that forbid forks, if they are known, with all modules that import them.
         """
-        for what, _, origin in self._orders.recipe:
-            if what == "import" and origin is not None:
-                self._remember_file(origin)
         before, held = dict(os.environ), _shared_resources()
         by_script: dict[str, str | None] = {}
         faults: dict[str, str] = {}
         graph = ImportGraph()
         per_rank = frozenset(self._orders.per_rank)
         with _rare_collections(), graph, _watched_environment(per_rank) as looked:
-            for what, name, value in self._orders.recipe:
+            for what, name, value in self._recipe():
                 if what == "env":
                     by_script[name] = value
                     _set_variable(name, value)
@@ -278,6 +286,7 @@ class Zygote:
         for module in list(sys.modules.values()):
             if origin := _origin(module):
                 self._remember_file(origin)
+        compiler.compute_digests(self._remember_file)
         for what, name, origin in self._orders.recipe:
             if what == "own" and name in sys.modules:
                 return ZygoteFitness(f"{name} is not the module of the script ({origin})")
@@ -286,6 +295,28 @@ class Zygote:
         if logging.root.handlers:
             return ZygoteFitness("an import has configured logging")
         return self._test_fork()
+
+    def _recipe(self) -> Iterator[RecipeLine]:
+        """Yield the recipe's lines; remember the files before the first of them is imported.
+
+        If the agent knows only the first lines yet, wait for the rest when these are imported. The
+        process exits if the agent does not send it.
+        """
+        yield from self._with_files()
+        if self._orders.more:
+            try:
+                path, _ = receive(self._line)
+                self._orders = _read_orders(path)
+            except (EOFError, OSError, ValueError):
+                os._exit(0)
+            yield from self._with_files()
+
+    def _with_files(self) -> Sequence[RecipeLine]:
+        """Return the lines of the recipe as it is known, and remember the files of its imports."""
+        for what, _, origin in self._orders.recipe:
+            if what == "import" and origin is not None:
+                self._remember_file(origin)
+        return self._orders.recipe
 
     def _remember_file(self, origin: str) -> None:
         """Remember the state of a module's file."""

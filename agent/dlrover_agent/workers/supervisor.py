@@ -27,8 +27,9 @@ from dlrover_agent.child_processes import ChildRegistry
 from dlrover_agent.core import Event, WorkerEnded, WorkersGone, WorkersStuck
 from dlrover_agent.scratch_folder import ScratchFolder
 from dlrover_agent.settings import Command
-from dlrover_agent.warm.pool import ForkedProcess, ForkRequest, WarmPool, WorkerProgram
+from dlrover_agent.warm.pool import ForkedProcess, ForkRequest, WarmPool
 from dlrover_agent.warm.tcpstore import TCPStores
+from dlrover_agent.warm.zygote_start import WorkerProgram
 from dlrover_agent.workers.deaths import DeathRecords
 from dlrover_agent.workers.failure_classes import DeathFacts, classify
 from dlrover_agent.workers.failures import WorkerDeath
