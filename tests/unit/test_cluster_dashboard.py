@@ -18,11 +18,11 @@ from dlrover_py.dashboard import pages
 from dlrover_py.kubernetes.client import KubeClient
 from dlrover_py.kubernetes.kinds import ACCESS_REVIEWS, ELASTICJOBS, NAMESPACES, TOKEN_REVIEWS, Obj
 from dlrover_py.protocol import names
-from dlrover_py.protocol.status import Training
+from dlrover_py.protocol.status import JobPhase, LastCheckpoint, Training
 from tests.fakes_kube import FakeCluster, fake_cluster
 from tests.operator_pages import SeenJobs
 from tests.unit.test_dashboard import running
-from tests.unit.test_report import Page
+from tests.unit.test_report import AT, STORY, Page, event, told
 from tests.unit.test_view import hostile
 
 NOW = 1_800_000_000.0
@@ -251,6 +251,45 @@ async def test_the_page_of_a_job_gets_its_sections_anew_only_when_they_have_chan
     assert "<html" not in answer.text
     bed.clock[0] += viewers.SESSION_S
     assert (await viewer.call("GET", OF_ONE, htmx=True)).status == 401
+
+
+@pytest.mark.parametrize("end", [JobPhase.SUCCEEDED, JobPhase.FAILED])
+async def test_a_job_that_has_ended_keeps_its_page_of_how_it_went(bed: Bed, end: JobPhase) -> None:
+    """Its master has no Pod any more, and its nodes are gone: the ElasticJob has it all."""
+    last = LastCheckpoint(step=60, where="storage", at=AT + 19, stored_step=60, folder="/ckpt/60")
+    said = told(end).model_copy(
+        update={
+            "last_checkpoint": last,
+            "checkpoints_stored": 3,
+            "memory_checkpoints": [],
+            "nodes": [],
+            "ready": 0,
+        }
+    )
+    over = event(11, f"Job{end}", 20, f"the job has {end.lower()}", round_=2)
+    training = Training.of(said.model_copy(update={"events": [*STORY, over]}))
+    document = training.model_dump(mode="json", by_alias=True, exclude_none=True)
+    bed.jobs[0] = job("a", "one", end.value, training=document)
+    bed.cluster.put(ELASTICJOBS, bed.jobs[0])
+    ann = await bed.viewer(ANN)
+    assert ">one</a>" in (await ann.call("GET", f"/?phase={end}")).text
+    answer = await ann.call("GET", OF_ONE)
+    page = Page(answer.text)
+    for words in (
+        f"the job has {end.lower()}",  # why
+        "node n1 was lost: host-1 was killed",  # which ended the first round
+        "first step of round 2 is 21",
+        "detect 40 ms, restore 1.5 s",
+        "A: productive, 75.0% (15.0 s)",
+        "3 checkpoints stored; the newest in storage is /ckpt/60",
+    ):
+        assert words in page.text, words
+    facts = dict(re.findall("<dt>([^<]+)</dt><dd>([^<]+?) *<", answer.text))
+    assert (facts["ran for"], facts["goodput"]) == ("20.0 s", "75.0%")
+    assert "nodes" not in facts
+    drawn = re.findall('<svg[^>]* aria-label="([^"]*)"', answer.text)
+    assert len(drawn) >= 3, "rounds, time and steps are drawn"
+    assert (await (await bed.viewer(BOB)).call("GET", OF_ONE)).status == 404
 
 
 async def test_the_viewers_name_groups_and_extra_fields_are_asked_about(bed: Bed) -> None:
