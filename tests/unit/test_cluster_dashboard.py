@@ -230,6 +230,7 @@ async def test_the_page_of_a_job_shows_the_sections_without_actions(bed: Bed) ->
     for words in ("Nodes", "2 nodes are not in the status", "dashboard one -n a"):
         assert words in page.text
     assert "form" not in page.tags
+    assert answer.text.index("<h1>") < answer.text.index('class="sections"'), "the name comes first"
     assert {v for k, v in page.attributes if k == "href"} == {
         *(f"../../../{rest}" for rest in ("", "hosts", "static/style.css", "static/icon.svg")),
         "#main",
@@ -662,6 +663,20 @@ def test_a_host_has_its_jobs_its_faults_and_who_avoids_it() -> None:
     many["status"]["training"]["leftOut"] = 7
     table = cluster_page.host_table([many], Filter(start=200), NOW)
     assert (len(table.rows), table.total, table.left_out) == (50, 250, 7)
+
+
+def test_a_host_leads_to_its_jobs() -> None:
+    def shown(count: int) -> Page:
+        on = {"nodes": [{"host": "h1", "phase": "live"}]}
+        jobs = [job("a", f"j{number}", training=on) for number in range(count)]
+        table = cluster_page.host_table(jobs, Filter(), NOW)
+        return Page(pages.render("cluster/hosts_table.html", table=table))
+
+    few, many = shown(2), shown(9)
+    links = [value for name, value in few.attributes if name == "href"]
+    assert links == ["jobs/a/j0/", "jobs/a/j1/"]
+    assert "more" not in few.text
+    assert "and 4 more" in many.text
 
 
 def test_a_page_of_a_thousand_jobs_is_small() -> None:

@@ -810,7 +810,7 @@ def test_the_page_says_where_each_checkpoint_is_and_when_the_next_one_is_due() -
     browser = Browser(OneJob(view)).enter()
     text = Page(browser.call("GET", "/jobs/demo/sections/checkpoints").text).text
     for part in (
-        "being written", "3.0 MB", "2 min 0 s", "2 of 2 members", "2 keep a copy",
+        "being written", "3.0 MB", " 2 min \n", "2 of 2 members", "2 keep a copy",
         "expected at step 40, 10 steps after the last: one in 5.0 s", "is in /s/step-20",
     ):  # fmt: skip
         assert part in text, part
