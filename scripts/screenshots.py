@@ -216,7 +216,7 @@ def rename(page: Page, work: Path) -> None:
 
 
 def picture(page: Page, path: Path, last: str) -> None:
-    """Take a picture of a page, in few colours, so that the file is small.
+    """Take a picture of a page, in 256 colours, so that the file is small.
 
     Args:
         page: page of a browser.
@@ -230,7 +230,7 @@ def picture(page: Page, path: Path, last: str) -> None:
     clip: FloatRect = {"x": 0, "y": 0, "width": WIDTH, "height": height}
     page.screenshot(path=path, full_page=True, clip=clip)
     with Image.open(path) as taken:
-        few = taken.convert("RGB").quantize(128, dither=Image.Dither.NONE)
+        few = taken.convert("RGB").quantize(256, dither=Image.Dither.NONE)
     few.save(path, optimize=True)
 
 
