@@ -20,19 +20,18 @@ import asyncio
 import contextlib
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-from benchmarks.page import write_section
+from benchmarks.page import measured_with, write_section
 from dlrover_py.dashboard import pages
 from dlrover_py.protocol.agents import AgentReport, Offer
 from dlrover_py.protocol.job_view import JobView
@@ -278,17 +277,8 @@ def placed() -> Iterator[Place]:
 # --- The table ---
 
 
-def table(rows: list[Row], command: str) -> str:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    lines = [
-        f"`{command}`, commit {commit}, {os.cpu_count()} cores, Python "
-        f"{platform.python_version()}, {datetime.now(UTC):%Y-%m-%d}.",
-        "",
-        "| what | target | ours | n |",
-        "| --- | --- | --- | --- |",
-    ]
+def table(rows: list[Row], measured: str) -> str:
+    lines = [measured, "", "| what | target | ours | n |", "| --- | --- | --- | --- |"]
     for one in rows:
         ours = f"{one['ours']}; {one['note']}" if one["note"] else one["ours"]
         lines.append(f"| {one['what']} | {one['target']} | {ours} | {one['n']} |")
@@ -309,6 +299,7 @@ def main() -> None:
     if args.viewers:
         asyncio.run(view_until_told(args.viewers, VIEWERS))
         return
+    load = os.getloadavg()[0]
     rows = []
     if args.only in (None, "fragments"):
         rows += [fragments(nodes, 3 if args.quick else 20) for nodes in (1000, 12_500)]
@@ -316,7 +307,7 @@ def main() -> None:
         rows += pages_of(20 if args.quick else 60)
     if args.only in (None, "master"):
         rows += beside(2 if args.quick else 6, 100 if args.quick else 400)
-    text = table(rows, " ".join(["python benchmarks/dashboard.py", *sys.argv[1:]]))
+    text = table(rows, measured_with(load))
     sys.stdout.write((json.dumps(rows) if args.json else text) + "\n")
     if args.write:
         write_section("dashboard", text)

@@ -19,10 +19,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from playwright.sync_api import Page, expect, sync_playwright
+from PIL import Image
+from playwright.sync_api import FloatRect, Page, expect, sync_playwright
 
 from dlrover_py.protocol.hosts import HostFaultKind
-from dlrover_py.protocol.status import HostFault, JobPhase, JobStatus
+from dlrover_py.protocol.reasons import EventReason
+from dlrover_py.protocol.status import HostFault, JobEvent, JobPhase, JobStatus
 from tests.operator_pages import TOKEN, elastic_job, operator_pages
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -93,8 +95,9 @@ def main() -> int:
             with sync_playwright() as play:
                 browser = play.chromium.launch(executable_path=chromium, args=flags)
                 page = browser.new_page(viewport={"width": WIDTH, "height": 900})
+                page.set_default_timeout(120_000)
                 expect.set_options(timeout=120_000)
-                of_operator(page, take(page, link, folder, dlrover), folder)
+                of_operator(page, take(page, link, folder, dlrover, work), folder)
                 browser.close()
         finally:
             run.send_signal(signal.SIGINT)
@@ -112,7 +115,7 @@ def status_of(dlrover: list[str]) -> dict[str, Any]:
     return found
 
 
-def take(page: Page, link: str, folder: Path, dlrover: list[str]) -> JobStatus:
+def take(page: Page, link: str, folder: Path, dlrover: list[str], work: Path) -> JobStatus:
     """Drive the job from its page, take the pictures, and return the last status.
 
     Args:
@@ -120,6 +123,7 @@ def take(page: Page, link: str, folder: Path, dlrover: list[str]) -> JobStatus:
         link: link to the page of the job.
         folder: folder of the pictures.
         dlrover: beginning of a command about the job.
+        work: folder of the job.
     """
     page.goto(link)
     expect(page.locator("#checkpoints tr")).to_have_count(4)
@@ -136,23 +140,15 @@ def take(page: Page, link: str, folder: Path, dlrover: list[str]) -> JobStatus:
     expect(page.locator("#stacks pre")).to_contain_text("ranks")
     expect(page.get_by_role("img", name=re.compile("3 nodes: trains"))).to_be_visible()
     page.wait_for_timeout(6000)  # the pictures change every five seconds
-    page.evaluate("scrollTo(0, 0)")
-    end = page.locator("#time").bounding_box()
-    assert end is not None
-    height = end["y"] + end["height"] + 24  # the rest of the page is tables and curves
-    page.screenshot(
-        path=folder / "dashboard.png",
-        full_page=True,
-        clip={"x": 0, "y": 0, "width": WIDTH, "height": height},
-    )
+    rename(page, work)
+    picture(page, folder / "dashboard.png", "#time")  # the rest is tables and curves
     page.get_by_role("link", name="n1", exact=True).click()
     expect(page.locator("#log")).to_contain_text("loss")
-    page.screenshot(path=folder / "dashboard-node.png", full_page=True)
+    rename(page, work)
+    picture(page, folder / "dashboard-node.png", "#evidence")
     page.get_by_role("link", name="Jobs").click()
     expect(page.locator(".phase")).to_have_text("Running")
-    page.screenshot(
-        path=folder / "dashboard-jobs.png", clip={"x": 0, "y": 0, "width": WIDTH, "height": 260}
-    )
+    picture(page, folder / "dashboard-jobs.png", "table")
     page.goto("about:blank")
     return JobStatus.model_validate(status_of(dlrover))
 
@@ -168,43 +164,74 @@ def of_operator(page: Page, running: JobStatus, folder: Path) -> None:
     nodes = [n.model_copy(update={"host": f"gpu-{i + 1}"}) for i, n in enumerate(running.nodes)]
     fault = HostFault(host="gpu-4", at=running.started_at, kind=HostFaultKind.HARDWARE)
     running = running.model_copy(update={"nodes": nodes, "host_faults": [fault]})
-    none: dict[str, Any] = {"nodes": [], "ready": 0, "host_faults": []}
+    none: dict[str, Any] = {"nodes": [], "ready": 0, "nodes_in_round": 0, "host_faults": []}
     empty = running.model_copy(
         update=none | {"progress": None, "goodput": None, "desired": 8, "phase": JobPhase.PENDING}
     )
-    failed = running.model_copy(update=none | {"phase": JobPhase.FAILED})
+    over = "node n1 has failed 4 times, and may fail 3 times"
+    at, number = running.published_at, max(event.id for event in running.events) + 1
+    end = JobEvent(
+        id=number, at=at, reason=EventReason.RESTARTS_EXHAUSTED, message=over, type="Warning"
+    )
+    told = {"reason": over, "ended_at": at, "events": [*running.events, end]}
+    failed = running.model_copy(update=none | told | {"phase": JobPhase.FAILED})
     words = "queue nightly has no room: 8 nodes are asked for, and 5 are free"
     condition = {"type": "Admitted", "status": "False", "reason": "Waiting", "message": words}
-    over = "node n1 has failed 4 times, and may fail 3 times"
-    ended = {"type": "Failed", "status": "True", "reason": "BackoffLimit", "message": over}
+    ended = {"type": "Failed", "status": "True", "reason": "RestartsExhausted", "message": over}
     jobs = [
         elastic_job("team-a", NAME, running, badHosts={"hosts": ["gpu-4"], "avoid": ["gpu-4"]}),
         elastic_job(
             "team-a", "gpt-large", empty, queue="nightly", reason="Waiting", conditions=[condition]
         ),
-        elastic_job("team-b", "ranking", failed, reason="BackoffLimit", conditions=[ended]),
+        elastic_job("team-b", "ranking", failed, reason="RestartsExhausted", conditions=[ended]),
     ]
     with operator_pages(jobs) as link:
         page.goto(link + "enter")
+        picture(page, folder / "operator-enter.png", "main")
         page.get_by_label("token").fill(TOKEN)
         page.keyboard.press("Enter")
         expect(page.locator("tr")).to_have_count(4)
-        picture(page, folder / "operator-jobs.png")
+        picture(page, folder / "operator-jobs.png", "table")
+        page.get_by_role("link", name="ranking").click()
+        expect(page.locator("h1")).to_contain_text("ranking")
+        picture(page, folder / "operator-job.png", "#rounds")
         page.get_by_role("link", name="Hosts").click()
         expect(page.locator("h1")).to_have_text("Hosts of the cluster")
-        picture(page, folder / "operator-hosts.png")
+        picture(page, folder / "operator-hosts.png", "table")
         page.goto("about:blank")
 
 
-def picture(page: Page, path: Path) -> None:
-    """Take a picture of a page down to the end of its table."""
-    end = page.locator("table").bounding_box()
-    assert end is not None
-    page.screenshot(
-        path=path,
-        full_page=True,
-        clip={"x": 0, "y": 0, "width": WIDTH, "height": end["y"] + end["height"] + 24},
+def rename(page: Page, work: Path) -> None:
+    """Show the folders of this machine by the names that they usually have."""
+    names = {str(work): "/home/ann/gpt", str(ROOT): "/opt/dlrover", sys.base_prefix: "/usr"}
+    page.evaluate(
+        """names => {
+          const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+          while (texts.nextNode())
+            for (const [name, shown] of Object.entries(names))
+              texts.currentNode.data = texts.currentNode.data.replaceAll(name, shown);
+        }""",
+        names,
     )
+
+
+def picture(page: Page, path: Path, last: str) -> None:
+    """Take a picture of a page, in 256 colours, so that the file is small.
+
+    Args:
+        page: page of a browser.
+        path: path of the picture.
+        last: selector of the last element that is in it.
+    """
+    page.evaluate("scrollTo(0, 0)")
+    end = page.locator(last).bounding_box()
+    assert end is not None
+    height = end["y"] + end["height"] + 24
+    clip: FloatRect = {"x": 0, "y": 0, "width": WIDTH, "height": height}
+    page.screenshot(path=path, full_page=True, clip=clip)
+    with Image.open(path) as taken:
+        few = taken.convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    few.save(path, optimize=True)
 
 
 if __name__ == "__main__":

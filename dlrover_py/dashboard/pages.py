@@ -43,7 +43,7 @@ from dlrover_py.protocol.status import (
     ServerLoad,
     rfc3339,
 )
-from dlrover_py.protocol.words import byte_size, counted, duration, plain
+from dlrover_py.protocol.words import byte_size, counted, duration, minutes, plain
 
 FOLDER = Path(__file__).parent
 SECTIONS = (
@@ -128,7 +128,6 @@ _TEMPLATES.globals |= {
     "ceiling_line": ceiling_line,
     "dataset_line": dataset_line,
     "stream_line": stream_line,
-    "rfc3339": rfc3339,
     "rows_shown": ROWS_SHOWN,
     "has_tensorboard": curves.has_tensorboard,
 }
@@ -437,8 +436,7 @@ class JobPage:
         """Return the time since ``at``, in whole minutes so that it changes seldom."""
         if at is None:
             return ""
-        passed = self.end - at
-        return "less than 1 min" if passed < 60 else duration(passed // 60 * 60)
+        return minutes(self.end - at)
 
     @property
     def next_checkpoint(self) -> str:

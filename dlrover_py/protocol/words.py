@@ -48,6 +48,14 @@ def duration(seconds: float) -> str:
     return f"{int(seconds // 86400)} d {int(seconds % 86400 // 3600)} h"
 
 
+def minutes(seconds: float) -> str:
+    """Return a duration in whole minutes, which changes seldom: ``less than 1 min`` or ``3 min``.
+
+    From an hour on it is that of :func:`duration`.
+    """
+    return "less than 1 min" if seconds < 60 else duration(seconds // 60 * 60).removesuffix(" 0 s")
+
+
 def byte_size(nbytes: int) -> str:
     """Return a size in bytes as text with a unit: ``8 B``, ``1.5 kB``, ``120 GB``."""
     value, unit = float(nbytes), "B"

@@ -17,7 +17,7 @@ from dlrover_py.protocol.hosts import HostFaultKind
 from dlrover_py.protocol.job_object import read_conditions, read_events, read_phase, read_status
 from dlrover_py.protocol.job_view import JobView
 from dlrover_py.protocol.status import HostFault, NodePhase, unix_seconds
-from dlrover_py.protocol.words import are, counted, duration
+from dlrover_py.protocol.words import are, counted, minutes
 
 ROWS = 100
 """Most rows of a table on one page."""
@@ -95,10 +95,14 @@ class HostLine:
         return f"bad, but not avoided, in {', '.join(sorted(self.bad_in))}" if self.bad_in else ""
 
     @property
-    def jobs_shown(self) -> str:
-        """The jobs in words."""
-        named, more = sorted(self.jobs)[:JOBS_OF_HOST], len(self.jobs) - JOBS_OF_HOST
-        return ", ".join(named) + (f" and {more} more" if more > 0 else "")
+    def jobs_shown(self) -> list[str]:
+        """The first jobs, as ``namespace/name``."""
+        return sorted(self.jobs)[:JOBS_OF_HOST]
+
+    @property
+    def more_jobs(self) -> int:
+        """The number of further jobs."""
+        return len(self.jobs) - len(self.jobs_shown)
 
     @property
     def health(self) -> str:
@@ -142,8 +146,7 @@ class TablePage:
         """Return the time since then in whole minutes; empty if it is not known."""
         if not at:
             return ""
-        passed = self.now - at
-        return "less than 1 min" if passed < 60 else duration(passed // 60 * 60)
+        return minutes(self.now - at)
 
 
 def job_table(jobs: Iterable[Obj], asked: Filter, now: float) -> TablePage:

@@ -228,14 +228,15 @@ def app(
             return problem(request, NO_JOB, 404)
         page = pages.JobPage(cluster_page.job_view(job), History(), api.wall(), linked=False)
         parts = [(name, Markup(pages.section(name, page))) for name in pages.SECTIONS]
-        text = pages.render("cluster/job_sections.html", page=page, sections=parts)
+        text = pages.render(
+            "cluster/job_sections.html", page=page, sections=parts, titles=pages.TITLES
+        )
         if "hx-request" in request.headers:
             return changed_part(request, text)
         return HTMLResponse(
             pages.render(
                 "cluster/job.html",
                 page=page,
-                titles=pages.TITLES,
                 live=live_part(text)[0],
                 namespace=namespace,
                 viewer=viewer.viewer,

@@ -758,7 +758,7 @@ async def test_the_process_is_killed_comes_again_and_ends_in_order(
         await until(lambda: cluster.one(DEPLOYMENTS, MASTER), "a Deployment")
         await until(lambda: status(cluster).get("phase") == "Created", "its phase")
         assert await asyncio.to_thread(page, "/healthz") == "ok"
-        assert "Show a token" in await asyncio.to_thread(page, "/enter", for_browsers)
+        assert "Enter with a token" in await asyncio.to_thread(page, "/enter", for_browsers)
         with pytest.raises(OSError, match="refused"):  # another address of the loopback device
             socket.create_connection(("127.0.0.2", for_browsers), timeout=SOON)
         with socket.create_connection(("127.0.0.1", port)) as silent:

@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import inspect
 import json
 import socket
 import threading
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from dlrover_py.cli.dashboard import HISTORIES_KEPT, JobPages
 from dlrover_py.cli.logs import TAIL_LINES, LogQuery, tail
 from dlrover_py.cli.view import JobRow
-from dlrover_py.client import JobList, Jobs, NamedJob
+from dlrover_py.client import JobList, Jobs, NamedJob, TimeShare
 from dlrover_py.dashboard import pages
 from dlrover_py.protocol import names
 from dlrover_py.protocol.errors import ConfigError
@@ -263,3 +264,19 @@ def test_the_pages_of_a_clusters_job_collect_what_a_page_has_seen_of_its_run(her
         shown.load(f"job-{i}")
     jobs.view[0] = replace(began, status=again.model_copy(update={"progress": None}))
     assert shown.load("demo")[1].samples == [], "the history of the job seen longest ago is gone"
+
+
+def test_what_a_notebook_can_call_is_small_and_has_types() -> None:
+    """At most 200 lines of signatures, each of at most 100 characters."""
+    lines = 0
+    for owner in (Jobs, NamedJob, JobList, TimeShare):
+        for name, member in vars(owner).items():
+            function = member.fget if isinstance(member, property) else member
+            if name.startswith("_") or not inspect.isfunction(function):
+                continue
+            found = inspect.signature(function)
+            types = [p.annotation for p in found.parameters.values() if p.name != "self"]
+            assert inspect.Signature.empty not in (*types, found.return_annotation), name
+            assert not inspect.iscoroutinefunction(function), name
+            lines += 1 + len(f"def {name}{found}") // 100
+    assert 20 < lines <= 200

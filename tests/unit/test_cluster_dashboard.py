@@ -18,11 +18,11 @@ from dlrover_py.dashboard import pages
 from dlrover_py.kubernetes.client import KubeClient
 from dlrover_py.kubernetes.kinds import ACCESS_REVIEWS, ELASTICJOBS, NAMESPACES, TOKEN_REVIEWS, Obj
 from dlrover_py.protocol import names
-from dlrover_py.protocol.status import Training
+from dlrover_py.protocol.status import JobPhase, LastCheckpoint, Training
 from tests.fakes_kube import FakeCluster, fake_cluster
 from tests.operator_pages import SeenJobs
 from tests.unit.test_dashboard import running
-from tests.unit.test_report import Page
+from tests.unit.test_report import AT, STORY, Page, event, told
 from tests.unit.test_view import hostile
 
 NOW = 1_800_000_000.0
@@ -230,6 +230,7 @@ async def test_the_page_of_a_job_shows_the_sections_without_actions(bed: Bed) ->
     for words in ("Nodes", "2 nodes are not in the status", "dashboard one -n a"):
         assert words in page.text
     assert "form" not in page.tags
+    assert answer.text.index("<h1>") < answer.text.index('class="sections"'), "the name comes first"
     assert {v for k, v in page.attributes if k == "href"} == {
         *(f"../../../{rest}" for rest in ("", "hosts", "static/style.css", "static/icon.svg")),
         "#main",
@@ -251,6 +252,45 @@ async def test_the_page_of_a_job_gets_its_sections_anew_only_when_they_have_chan
     assert "<html" not in answer.text
     bed.clock[0] += viewers.SESSION_S
     assert (await viewer.call("GET", OF_ONE, htmx=True)).status == 401
+
+
+@pytest.mark.parametrize("end", [JobPhase.SUCCEEDED, JobPhase.FAILED])
+async def test_a_job_that_has_ended_keeps_its_page_of_how_it_went(bed: Bed, end: JobPhase) -> None:
+    """Its master has no Pod any more, and its nodes are gone: the ElasticJob has it all."""
+    last = LastCheckpoint(step=60, where="storage", at=AT + 19, stored_step=60, folder="/ckpt/60")
+    said = told(end).model_copy(
+        update={
+            "last_checkpoint": last,
+            "checkpoints_stored": 3,
+            "memory_checkpoints": [],
+            "nodes": [],
+            "ready": 0,
+        }
+    )
+    over = event(11, f"Job{end}", 20, f"the job has {end.lower()}", round_=2)
+    training = Training.of(said.model_copy(update={"events": [*STORY, over]}))
+    document = training.model_dump(mode="json", by_alias=True, exclude_none=True)
+    bed.jobs[0] = job("a", "one", end.value, training=document)
+    bed.cluster.put(ELASTICJOBS, bed.jobs[0])
+    ann = await bed.viewer(ANN)
+    assert ">one</a>" in (await ann.call("GET", f"/?phase={end}")).text
+    answer = await ann.call("GET", OF_ONE)
+    page = Page(answer.text)
+    for words in (
+        f"the job has {end.lower()}",  # why
+        "node n1 was lost: host-1 was killed",  # which ended the first round
+        "first step of round 2 is 21",
+        "detect 40 ms, restore 1.5 s",
+        "A: productive, 75.0% (15.0 s)",
+        "3 checkpoints stored; the newest in storage is /ckpt/60",
+    ):
+        assert words in page.text, words
+    facts = dict(re.findall("<dt>([^<]+)</dt><dd>([^<]+?) *<", answer.text))
+    assert (facts["ran for"], facts["goodput"]) == ("20.0 s", "75.0%")
+    assert "nodes" not in facts
+    drawn = re.findall('<svg[^>]* aria-label="([^"]*)"', answer.text)
+    assert len(drawn) >= 3, "rounds, time and steps are drawn"
+    assert (await (await bed.viewer(BOB)).call("GET", OF_ONE)).status == 404
 
 
 async def test_the_viewers_name_groups_and_extra_fields_are_asked_about(bed: Bed) -> None:
@@ -623,6 +663,20 @@ def test_a_host_has_its_jobs_its_faults_and_who_avoids_it() -> None:
     many["status"]["training"]["leftOut"] = 7
     table = cluster_page.host_table([many], Filter(start=200), NOW)
     assert (len(table.rows), table.total, table.left_out) == (50, 250, 7)
+
+
+def test_a_host_leads_to_its_jobs() -> None:
+    def shown(count: int) -> Page:
+        on = {"nodes": [{"host": "h1", "phase": "live"}]}
+        jobs = [job("a", f"j{number}", training=on) for number in range(count)]
+        table = cluster_page.host_table(jobs, Filter(), NOW)
+        return Page(pages.render("cluster/hosts_table.html", table=table))
+
+    few, many = shown(2), shown(9)
+    links = [value for name, value in few.attributes if name == "href"]
+    assert links == ["jobs/a/j0/", "jobs/a/j1/"]
+    assert "more" not in few.text
+    assert "and 4 more" in many.text
 
 
 def test_a_page_of_a_thousand_jobs_is_small() -> None:

@@ -303,7 +303,13 @@ def test_no_text_in_any_field_of_a_status_is_markup(phase: JobPhase) -> None:
     view = JobView(
         WORDS, [WORDS], WORDS, WORDS, said, said.conditions, events, {}, {WORDS: WORDS}, [WORDS]
     )
-    page = pages.JobPage(view, History(), AT)
+    samples = [
+        ProgressSample(at=at, step=1, round=1, nodes=1, steps_per_s=1.0, metrics={WORDS: at})
+        for at in (1.0, 2.0)
+    ]
+    page = pages.JobPage(view, History(samples=samples), AT)
+    drawn = Page(pages.section("curves", page))
+    assert drawn.tags.count("h3") == 2, "the speed, and the number with this name"
     shown = Page("".join(pages.section(name, page) for name in pages.SECTIONS))
     assert not {name for name, _ in shown.attributes if name.startswith("on")}
     assert not {"img", "script"} & set(shown.tags)
@@ -804,7 +810,7 @@ def test_the_page_says_where_each_checkpoint_is_and_when_the_next_one_is_due() -
     browser = Browser(OneJob(view)).enter()
     text = Page(browser.call("GET", "/jobs/demo/sections/checkpoints").text).text
     for part in (
-        "being written", "3.0 MB", "2 min 0 s", "2 of 2 members", "2 keep a copy",
+        "being written", "3.0 MB", " 2 min \n", "2 of 2 members", "2 keep a copy",
         "expected at step 40, 10 steps after the last: one in 5.0 s", "is in /s/step-20",
     ):  # fmt: skip
         assert part in text, part

@@ -28,6 +28,7 @@ from dlrover_py.protocol.status import (
     ServerStatus,
     TablesStatus,
 )
+from dlrover_py.protocol.words import minutes
 
 
 def event(number: int, reason: str, *, cause: int | None = None, round_: int = 1) -> JobEvent:
@@ -83,6 +84,8 @@ def test_durations_in_words() -> None:
     assert view.duration(185) == "3 min 5 s"
     assert view.duration(9_660) == "2 h 41 min"
     assert view.duration(273_600) == "3 d 4 h"
+    ages = [minutes(seconds) for seconds in (-1, 59.9, 60, 185, 9_660)]
+    assert ages == ["less than 1 min", "less than 1 min", "1 min", "3 min", "2 h 41 min"]
 
 
 def test_kubernetes_references_are_expanded() -> None:
