@@ -1,4 +1,4 @@
-"""Measures the parameter server: rows per second, copies, a killed server, and uneven loads.
+"""Measures the parameter server: rows per second, copies, kills, cuts and uneven loads.
 
     python benchmarks/parameter_server.py            # a table
     python benchmarks/parameter_server.py --quick    # fewer repetitions
@@ -26,6 +26,7 @@ from dlrover_py.ps import specs
 from dlrover_py.ps.client import PsClient, connect
 from dlrover_py.ps.cluster_map import ClusterMap
 from dlrover_py.ps.codecs import decode, encode
+from dlrover_py.ps.cuts import CutDirectory
 from dlrover_py.ps.hashing import bucket_of, salt_of
 from dlrover_py.ps.local import LocalServers
 from dlrover_py.ps.planner import Planner, PlanRules, foresee
@@ -207,6 +208,31 @@ def disturbed(times: int) -> tuple[float, float, float]:
     return statistics.median(kills), moves, calm
 
 
+def cut_time(times: int, rows: int = 2_000_000) -> tuple[float, float]:
+    """Return how long pushes wait for a cut, and the longest one, in seconds: of two servers.
+
+    Args:
+        times: Number of cuts; the first result is their median.
+        rows: Rows of the table, with one copy.
+    """
+    grads = np.ones((BATCH, DIM), np.float32)
+    with tempfile.TemporaryDirectory() as folder:
+        cuts = CutDirectory(str(Path(folder) / "cuts"))
+        with (
+            LocalServers(Path(folder), 2, rules=PlanRules(replicas=1), cuts=cuts) as servers,
+            connect(servers.access) as client,
+        ):
+            client.create(TABLE)
+            for start in range(0, rows, BATCH):
+                client.push({"t": (np.arange(start, start + BATCH), grads)}).result()
+            waits = []
+            for step in range(times):
+                start_s = time.monotonic()
+                client.save(step + 1, 1)
+                waits.append(time.monotonic() - start_s)
+    return statistics.median(waits), max(waits)
+
+
 def evenness_row(buckets: int) -> Row:
     """Return the row about uneven loads with a number of buckets."""
     before, after, copied = evened(buckets)
@@ -227,6 +253,7 @@ def main() -> None:
     single, double = push_rate(1, times), push_rate(2, times)
     small = push_rate(2, times, specs.formats(pull="fp16", push="int8"))
     killed, moved, calm = disturbed(times)
+    saved, longest = cut_time(times)
     share = double / single
     rows = [
         row("pull and Adagrad push of distinct rows, dim 64, one core", "≥ 0.7 M rows/s",
@@ -248,6 +275,8 @@ def main() -> None:
             f"{killed:.2f} s", killed <= 0.5, times),
         row("2 → 4 → 3 servers under load: longest wait for a push", "–", f"{moved:.2f} s", None, 1,
             f"{calm:.2f} s without"),
+        row("a cut of 2 million rows, 2 servers, local disk: pushes wait", "–", f"{saved:.1f} s",
+            None, times, f"{longest:.1f} s at most; 1.1 GB"),
     ]  # fmt: skip
     if given.json:
         print(json.dumps(rows, indent=2, ensure_ascii=False))

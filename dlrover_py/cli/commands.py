@@ -240,7 +240,7 @@ def run(
     _print_worker_warnings(elastic_job)
     if hosts is None:
         hosts = elastic_job.worker.replicas + elastic_job.worker.standby_replicas
-        hosts += elastic_job.servers.size if elastic_job.servers is not None else 0
+        hosts += elastic_job.servers.total if elastic_job.servers is not None else 0
     from dlrover_py.cli.run import run_job  # it imports the web framework, which takes time
 
     pages = None

@@ -4,14 +4,18 @@ import contextlib
 import signal
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from dlrover_py.protocol.errors import ConfigError, UnreachableError
+from dlrover_py.protocol.errors import CheckpointError, ConfigError, UnreachableError
 from dlrover_py.protocol.words import counted
+
+if TYPE_CHECKING:
+    from dlrover_py.ps.cuts import SavedCut
 
 
 @click.group()
@@ -172,11 +176,20 @@ def server() -> int:
     help="New file: its name ends with .safetensors, .parquet or .pt.",
 )
 @click.option("--which", help="Step, or name of the folder. Default: the newest cut.")
-def export(directory: str, out: Path, which: str | None) -> None:
+@click.option(
+    "--every",
+    type=click.FloatRange(min=1),
+    metavar="SECONDS",
+    help="Look for a newer cut this often, and export it; end when interrupted.",
+)
+def export(directory: str, out: Path, which: str | None, every: float | None) -> None:
     """Write ids and rows of all tables of a cut in DIR to one file.
 
     Safetensors and .pt have NAME.ids and NAME.weight for each table. Parquet has the columns table,
     id and weight. The optimizer's values are left out: `dlrover ckpt export` writes them, too.
+
+    With --every, each newer cut replaces the file. {step} in its name stands for the step of the
+    cut, so that each cut has a file.
 
     \f
 
@@ -184,18 +197,41 @@ def export(directory: str, out: Path, which: str | None) -> None:
         directory: Path or address of the directory of cuts.
         out: The new file.
         which: Step, or name of the cut's folder; None for the newest.
+        every: Seconds between two looks for a newer cut; None for one export.
 
     Raises:
-        ConfigError: There is no such cut, the file exists, or a library is missing.
+        ConfigError: There is no such cut, the file exists, an option is wrong, or a library is
+            missing.
         CheckpointError: The cut is damaged, or the file cannot be written.
     """
     with _libraries():
-        from dlrover_py.ps import export as exports
         from dlrover_py.ps.cuts import SavedCut
-    cut = SavedCut.open(directory, which)
-    if cut is None:
-        raise ConfigError(f"{directory}: there is no cut of a parameter server")
-    exports.export(cut, out)
+    if every is not None and which is not None:
+        raise ConfigError("--every exports the newest cut each time: expected no --which with it")
+    if every is None:
+        cut = SavedCut.open(directory, which)
+        if cut is None:
+            raise ConfigError(f"{directory}: there is no cut of a parameter server")
+        _export(cut, out, replace=False)
+        return
+    exported, pause = "", threading.Event()
+    while True:
+        try:
+            cut = SavedCut.open(directory)
+            if cut is not None and cut.place.folder != exported:
+                named = out.name.replace("{step}", str(cut.place.step))
+                _export(cut, out.with_name(named), replace=True)
+                exported = cut.place.folder
+        except CheckpointError as error:  # a cut may go while it is read, when newer ones come
+            click.echo(f"warning: {error}; the next try is in {every:g} s", err=True)
+        pause.wait(every)
+
+
+def _export(cut: "SavedCut", out: Path, *, replace: bool) -> None:
+    """Export a cut, and print what was written."""
+    from dlrover_py.ps import export as exports
+
+    exports.export(cut, out, replace=replace)
     rows = sum(sum(sizes) for sizes in cut.document.rows.values())
     tables = counted(len(cut.document.tables), "table")
     click.echo(f"{out}: {counted(rows, 'row')} of {tables}, step {cut.place.step}")

@@ -191,7 +191,10 @@ def foreseen(status: JobStatus) -> Foreseen:
         )
     known = _known(tables, leaving_servers(status))
     copies = max(len(one.members) for one in known.placements)
-    rules = PlanRules(buckets=tables.buckets, servers=len(known.servers), replicas=copies)
+    having = {name for one in known.placements for name in one.members}
+    rules = PlanRules(
+        buckets=tables.buckets, servers=len(having), replicas=copies, standbys=tables.standbys
+    )
     found = outlook(known, rules, weights, LEAST_ASKED_GAIN)
     moves = []
     for bucket, (old, new) in enumerate(zip(known.placements, found.map.placements, strict=True)):

@@ -1139,7 +1139,7 @@ def _master_argv(
 def host_shortage(job: ElasticJob, hosts: int) -> str:
     """Return what to add to a sentence if a job wants more nodes than there are hosts, or ""."""
     wanted = job.worker.replicas + job.worker.standby_replicas
-    wanted += job.servers.size if job.servers is not None else 0
+    wanted += job.servers.total if job.servers is not None else 0
     if wanted <= hosts:
         return ""
     missing = wanted - hosts

@@ -124,7 +124,14 @@ class ServerMap:
             job.name,
             token_of(place.token),
             place.store,
-            PlanRules(spec.buckets, spec.size, spec.copies, AckMode(spec.ack)),
+            PlanRules(
+                spec.buckets,
+                spec.size,
+                spec.copies,
+                AckMode(spec.ack),
+                least=spec.minimum,
+                standbys=spec.standby_replicas,
+            ),
             time.monotonic(),
             cuts=cuts,
             listener=place.listener,
@@ -145,7 +152,12 @@ class ServerMap:
                 present, now = self._present, time.monotonic()
                 if present is not None and present is not told:
                     told = present
-                    coordinator.present(frozenset(present.nodes), present.desired)
+                    coordinator.present(
+                        frozenset(present.nodes),
+                        present.desired,
+                        least=present.least,
+                        standbys=present.standbys,
+                    )
                     coordinator.rebalance(present.rebalance)
                     if present.ended:
                         coordinator.end()
@@ -174,6 +186,7 @@ class ServerMap:
                             coordinator.loads,
                             coordinator.bucket_loads.rates or (),
                             coordinator.rebalanced,
+                            standbys=coordinator.planner.rules.standbys,
                         )
                         if new != said:
                             said = new
@@ -190,6 +203,7 @@ def tables_status(
     loads: Mapping[str, "Load"],
     rates: Sequence[float] = (),
     rebalanced: tuple[str, str] | None = None,
+    standbys: int = 0,
 ) -> TablesStatus:
     """Return what people see of the tables and their servers.
 
@@ -199,6 +213,7 @@ def tables_status(
             without rows.
         rates: Rows per second of each bucket; empty if they are not known yet.
         rebalanced: The last request to even the servers that was answered, and the answer.
+        standbys: Desired number of servers without rows.
     """
     placed = [one for one in known.placements if not one.lost]
     listed = len(known.placements) <= MAX_LISTED_BUCKETS
@@ -245,6 +260,7 @@ def tables_status(
         tables=[table.name for table in known.tables],
         buckets=len(known.placements),
         lost_buckets=len(known.placements) - len(placed),
+        standbys=standbys,
         single_buckets=sum(not one.backups for one in placed),
         step=known.steps.done,
         servers=servers,

@@ -532,6 +532,14 @@ class ServerSpec(OtherSpec):
     """Name of the priority class of Pods whose template has none. A number has no effect."""
     replicas: Int32 | None = None
     """Number of servers; 1 if absent. They take no part in rounds."""
+    min_replicas: Annotated[int, Field(ge=1, le=MAX_REPLICAS)] | None = None
+    """Number of servers with which training begins, while the others have no place yet. It is also
+    the least value to which ``replicas`` may be scaled. If absent, training begins with all, and
+    there is no least value."""
+    max_replicas: Annotated[int, Field(ge=1, le=MAX_REPLICAS)] | None = None
+    """Greatest value to which ``replicas`` may be scaled; no limit if absent."""
+    standby_replicas: Annotated[int, Field(ge=0, le=10_000)] = 0
+    """Number of further servers that run without rows, ready to take those of a lost one."""
     restart_count: Int32 | None = None
     """Number of servers that may be lost, 3 if absent. The count starts again at 0 once no server
     was lost for 5 minutes (``DLROVER_MASTER_FORGIVE_AFTER_S``)."""
@@ -558,6 +566,16 @@ class ServerSpec(OtherSpec):
     def size(self) -> int:
         """Return the desired number of servers."""
         return 1 if self.replicas is None else self.replicas
+
+    @property
+    def total(self) -> int:
+        """Return the desired number of servers, with the standbys."""
+        return self.size + self.standby_replicas
+
+    @property
+    def minimum(self) -> int:
+        """Return the number of servers with which training begins."""
+        return self.size if self.min_replicas is None else self.min_replicas
 
     @property
     def copies(self) -> int:
@@ -620,6 +638,16 @@ class ServerSpec(OtherSpec):
         """Return what is wrong with the numbers, in words; empty if nothing is."""
         if self.size < 1:
             return ["replicas is 0: expected at least 1 server, or leave the role out"]
+        if self.min_replicas is not None and self.min_replicas > self.size:
+            return [
+                f"minReplicas is {self.min_replicas} and replicas is {self.size}: "
+                "expected minReplicas ≤ replicas"
+            ]
+        if self.max_replicas is not None and self.size > self.max_replicas:
+            return [
+                f"replicas is {self.size} and maxReplicas is {self.max_replicas}: "
+                "expected replicas ≤ maxReplicas"
+            ]
         if self.replication is not None and self.replication > self.size:
             return [
                 f"replication is {self.replication} and replicas is {self.size}: "

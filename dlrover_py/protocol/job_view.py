@@ -239,9 +239,15 @@ def load_shares(tables: TablesStatus, leaving: Collection[str] = ()) -> dict[str
 
     Args:
         tables: The tables of a parameter server.
-        leaving: Servers that are to leave. The mean is that of all others, as for the planner.
+        leaving: Servers that are to leave. The mean is that of all others but standbys, as for the
+            planner.
     """
-    staying = [one.asked_per_s for one in tables.servers if one.id not in leaving]
+    staying = [
+        one.asked_per_s
+        for one in tables.servers
+        if one.id not in leaving
+        and (not tables.standbys or one.leads or one.backs_up or one.receives)
+    ]
     total = sum(staying)
     if not total or tables.unlisted_buckets:
         return {}

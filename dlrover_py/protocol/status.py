@@ -668,6 +668,8 @@ class TablesStatus(_StatusModel):
     """Number of parts whose last copy has died: their rows are gone."""
     single_buckets: int = 0
     """Number of parts that one server has alone: its loss would lose their rows."""
+    standbys: int = 0
+    """Desired number of servers without rows."""
     step: int = 0
     """The last step that all workers have ended, if they step together."""
     servers: list[ServerLoad] = Field(default_factory=list)

@@ -248,7 +248,9 @@ class Coordinator:
         """Note that the process of a server has ended."""
         self.planner.lost(server)
 
-    def present(self, servers: frozenset[str], desired: int) -> None:
+    def present(
+        self, servers: frozenset[str], desired: int, *, least: int | None = None, standbys: int = 0
+    ) -> None:
         """Take note of all servers that exist. Any other one has ended, with all its rows.
 
         From now on, nothing is heard from a server that is not among them: what it sent before its
@@ -256,10 +258,12 @@ class Coordinator:
 
         Args:
             servers: The servers that exist.
-            desired: The desired number of servers. Rows are placed first when so many have come.
+            desired: The desired number of servers.
+            least: Number of servers with which rows are placed first. None: all that are desired.
+            standbys: Number of further servers, which have no rows while the desired ones run.
         """
         self._present = servers
-        self.planner.expect(desired)
+        self.planner.expect(desired, least=least, standbys=standbys)
         known = self.planner.map
         members = {one.primary for one in known.placements if not one.lost}
         for server in sorted((known.servers.keys() | members) - servers):

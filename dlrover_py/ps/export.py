@@ -17,7 +17,7 @@ EXTRAS = {".safetensors": "torch", ".parquet": "parquet", ".pt": "ps"}
 """The extra with the library for each kind of file, by the end of the name."""
 
 
-def export(cut: SavedCut, out: Path) -> None:
+def export(cut: SavedCut, out: Path, *, replace: bool = False) -> None:
     """Write ids and rows of all tables. The file appears when it is complete.
 
     The end of the name says the form. ``.safetensors`` and ``.pt`` have two tensors for each table:
@@ -28,6 +28,7 @@ def export(cut: SavedCut, out: Path) -> None:
     Args:
         cut: The cut.
         out: The new file.
+        replace: Whether it may take the place of an older file.
 
     Raises:
         ConfigError: The name has another end, the file exists, or a library is missing.
@@ -35,7 +36,7 @@ def export(cut: SavedCut, out: Path) -> None:
     """
     if out.suffix not in EXTRAS:
         raise ConfigError(f"{out}: expected a name that ends with {', '.join(EXTRAS)}")
-    if out.exists():
+    if out.exists() and not replace:
         raise ConfigError(f"{out} exists already: choose another path, or remove it")
     try:
         with _imports(out.suffix), replaced_when_whole(out) as part:

@@ -9,9 +9,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.names import NodeId, id_key
 from dlrover_py.ps.cluster_map import AckMode, ClusterMap, CutPlace, Placement, Replacing, Steps
 from dlrover_py.ps.specs import NAME, Consistency, TableSpec, check_consistency, check_table
-from dlrover_py.ps.spread import Spread, backups_after, unevenness_of
+from dlrover_py.ps.spread import Spread, after, backups_after, unevenness_of
 
 MAX_TABLES = 1024
 MAX_CLIENTS = 65536
@@ -24,7 +25,7 @@ class PlanRules:
     buckets: int = 64
     """Number of buckets, which never changes."""
     servers: int = 1
-    """Servers that must have come before buckets are placed."""
+    """Desired number of servers."""
     replicas: int = 2
     """Copies of each bucket: 1 or 2."""
     ack: AckMode = AckMode.BACKUP
@@ -37,6 +38,11 @@ class PlanRules:
     new master is ready, and tell all hosts its address."""
     moves: int = 8
     """Buckets that move at the same time to balance servers."""
+    least: int | None = None
+    """Servers that must have come before buckets are placed. None: all that are desired."""
+    standbys: int = 0
+    """Servers beyond the desired ones, which have no buckets while these run. With 0, buckets are
+    on all servers."""
 
     def check(self) -> None:
         """Check the rules.
@@ -85,6 +91,20 @@ class Planner:
         """The servers that give their buckets away."""
         return frozenset(self.map.draining)
 
+    @property
+    def targets(self) -> list[str]:
+        """The servers that may get buckets: all others give theirs away, if they have any.
+
+        With standbys, they are as many as are desired: first those that have buckets, then those
+        that came first. So the standby that takes the place of a lost server keeps it.
+        """
+        staying = set(self.map.servers) - self.draining
+        if self.rules.standbys:
+            having = {name for one in self.map.placements if not one.lost for name in after(one)}
+            order = sorted(staying, key=lambda one: (one not in having, id_key(NodeId(one)), one))
+            staying = set(order[: self.rules.servers])
+        return sorted(staying)
+
     def heard(self, server: str, address: str, now: float) -> None:
         """Note that a server runs.
 
@@ -108,9 +128,15 @@ class Planner:
         if server in self.map.servers:
             self._until[server] = max(self._until[server], now + self.rules.silence_s)
 
-    def expect(self, servers: int) -> None:
-        """Take another number of servers that must have come before buckets are placed."""
-        self.rules = replace(self.rules, servers=max(1, servers))
+    def expect(self, servers: int, *, least: int | None = None, standbys: int = 0) -> None:
+        """Take other numbers of servers.
+
+        Args:
+            servers: The desired number; 0 counts as 1.
+            least: How many must have come before buckets are placed. None: all that are desired.
+            standbys: Further servers, which have no buckets while the desired ones run.
+        """
+        self.rules = replace(self.rules, servers=max(1, servers), least=least, standbys=standbys)
         self._plan()
 
     def lost(self, server: str) -> None:
@@ -401,14 +427,19 @@ class Planner:
         What needs no copy, such as a backup that becomes the primary, may allow the next step. So
         steps follow until one changes nothing. They end: each makes servers more even or emptier.
         """
-        while self.map.placements != self._plan_step():
+        targets = self.targets
+        while self.map.placements != self._plan_step(targets):
             pass
 
-    def _plan_step(self) -> tuple[Placement, ...]:
-        """Change each bucket at most once; return the placements."""
-        targets = sorted(set(self.map.servers) - self.draining)
+    def _plan_step(self, targets: list[str]) -> tuple[Placement, ...]:
+        """Change each bucket at most once; return the placements.
+
+        Args:
+            targets: The servers that may get buckets.
+        """
         if not self.map.placements:
-            if len(targets) >= self.rules.servers:
+            rules = self.rules
+            if len(targets) >= (rules.servers if rules.least is None else rules.least):
                 self._place([self._first(bucket, targets) for bucket in range(self.rules.buckets)])
             return self.map.placements
         placements = list(self.map.placements)
@@ -465,7 +496,10 @@ class Planner:
         Returns:
             Whether a bucket was changed, or could not be, because enough of them move.
         """
-        moves = sum(one.replacing is not Replacing.NOTHING for one in placements)
+        moves = sum(  # what a silent server has alone does not move until it comes back
+            one.replacing is not Replacing.NOTHING and one.primary in self.map.servers
+            for one in placements
+        )
         changed = False
         for bucket in spread.order(coarse=coarse):
             one = placements[bucket]

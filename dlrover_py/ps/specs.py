@@ -124,7 +124,7 @@ class Keep:
     max_rows: int = 0
     """Rows of the table on all servers, without copies. 0: any number."""
     ttl_s: float = 0.0
-    """Seconds without a push after which a row is dropped. 0: never."""
+    """Seconds without a push or a pull after which a row is dropped. 0: never."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,10 +256,11 @@ def keep(*, min_count: int = 1, max_rows: int = 0, ttl_s: float = 0.0) -> Keep:
     Args:
         min_count: Pushes of an id after which it gets a row; at most 200. The gradients before are
             dropped.
-        max_rows: Rows of the table on all servers, without copies. Rows that were not pushed for
-            the longest time are dropped when there are more. 0: any number.
-        ttl_s: Seconds without a push after which a row is dropped, at least 1. It goes with a later
-            push to its bucket, after an eighth of that time more at the latest. 0: never.
+        max_rows: Rows of the table on all servers, without copies. Rows that were not pushed
+            or pulled for the longest time are dropped when there are more. 0: any number.
+        ttl_s: Seconds without a push or a pull after which a row is dropped, at least 1. It goes
+            with a later push to its bucket, after an eighth of that time more at the latest. 0:
+            never.
     """
     return Keep(min_count, max_rows, ttl_s)
 

@@ -37,13 +37,16 @@ def backups_after(one: Placement) -> tuple[str, ...]:
 def led_loads(known: ClusterMap, weights: Sequence[float]) -> dict[str, float]:
     """Return the load of each server that stays: the sum of the weights of its buckets.
 
-    A bucket counts for the server that leads it when what moves now has moved.
+    A bucket counts for the server that leads it when what moves now has moved. A server that has
+    no bucket, nor a copy of one, is a standby and is left out.
 
     Args:
         known: The map.
         weights: One for each bucket.
     """
-    loads = {server: 0.0 for server in known.servers if server not in known.draining}
+    having = {server for one in known.placements for server in after(one)}
+    staying = known.servers.keys() - set(known.draining)
+    loads = dict.fromkeys(sorted(staying & having), 0.0)
     for one, weight in zip(known.placements, weights, strict=True):
         primary = after(one)[0]
         if primary in loads:

@@ -85,17 +85,17 @@ class Table:
         self._sizes: Ids = np.zeros(buckets, np.int64)
         """Rows of each bucket, if there is a limit."""
         self._used = Column(np.int64)
-        """The change in which each row was last pushed, if there is a limit."""
+        """The newest change when each row was last pushed or read, if there is a limit."""
         self._changes = 0
         self._ttl_s = spec.keep.ttl_s
-        self._pushed_at = Column(np.float64)
-        """The time at which each row was last pushed, if rows have a time to live."""
+        self._used_at = Column(np.float64)
+        """The time at which each row was last pushed or read, if rows have a time to live."""
         self._look_at = -np.inf
         """When all rows are looked at next, if they have a time to live."""
         self._old: dict[int, Ids] = {}
         """Ids, by bucket, of rows that were over their time to live at the last look."""
         self._columns = [self._rows, *self._slots, self._steps, self._ids, self._of]
-        self._columns += [self._used] * (self._limit > 0) + [self._pushed_at] * (self._ttl_s > 0)
+        self._columns += [self._used] * (self._limit > 0) + [self._used_at] * (self._ttl_s > 0)
 
     def __len__(self) -> int:
         return len(self._index)
@@ -110,14 +110,25 @@ class Table:
         """Bytes of a row in a record."""
         return 16 + self._rows.row_bytes + sum(slot.row_bytes for slot in self._slots)
 
-    def read(self, ids: Ids) -> Floats:
-        """Return rows, shape ``[n, dim]``. A row that no push has changed has its first values."""
+    def read(self, ids: Ids, now: float | None = None) -> Floats:
+        """Return rows, shape ``[n, dim]``. A row that no push has changed has its first values.
+
+        Args:
+            ids: Their ids.
+            now: The time, in seconds, of this use of the rows: others are dropped before them. If
+                None, it does not count as a use.
+        """
         at = self._index.find(ids)
         missing = at < 0
-        if not missing.any():
+        found = at[~missing] if missing.any() else at
+        if self._limit and now is not None:
+            self._used.array[found] = self._changes
+        if self._ttl_s and now is not None:
+            self._used_at.array[found] = now
+        if len(found) == len(ids):
             return self._rows.array.take(at, axis=0)
         rows = np.empty((len(ids), self.spec.dim), np.float32)
-        rows[~missing] = self._rows.array.take(at[~missing], axis=0)
+        rows[~missing] = self._rows.array.take(found, axis=0)
         rows[missing] = first_rows(ids[missing], self.salt, self.spec.dim, self.spec.init)
         return rows
 
@@ -184,7 +195,7 @@ class Table:
             self._changes += 1
             self._used.array[at] = self._changes
         if self._ttl_s:
-            self._pushed_at.array[at] = now
+            self._used_at.array[at] = now
         self._rows.array[at] = record[1]
         self._steps.array[at] = record[2]
         for mine, copy in zip(self._slots, record[3:], strict=True):
@@ -259,9 +270,9 @@ class Table:
         return self._with_dropped(record, self._ids.array[old], old)
 
     def _oldest(self, at: Ids, count: int) -> Ids:
-        """Return the rows that were not pushed for the longest time, and not in this change.
+        """Return the rows that were not used for the longest time, and not pushed in this change.
 
-        Of rows that were pushed in the same change, those with smaller ids count as older.
+        Of rows that were used in the same change, those with smaller ids count as older.
 
         Args:
             at: Row numbers.
@@ -277,7 +288,7 @@ class Table:
         return np.concatenate([older, same[order[: count - len(older)]]])
 
     def _expired(self, pushed: Ids, record: list[Array], now: float) -> list[Array]:
-        """Drop rows that were not pushed for their time to live; return the record with these.
+        """Drop rows that were not used for their time to live; return the record with these.
 
         Rows of buckets that the push has not changed stay, because their copies would not learn it.
         All rows are looked at eight times in the time to live, and not with each push: that takes
@@ -288,11 +299,11 @@ class Table:
             record: The record of the push.
             now: The time in seconds.
         """
-        self._pushed_at.array[pushed] = now
+        self._used_at.array[pushed] = now
         if now >= self._look_at:
             self._look_at = now + self._ttl_s / 8
             at = np.flatnonzero(self._of.array[: self._end] >= 0)
-            at = at[self._pushed_at.array[at] < now - self._ttl_s]
+            at = at[self._used_at.array[at] < now - self._ttl_s]
             self._old = by_bucket(self._ids.array[at], self._of.array[at])
         if not self._old:
             return record
@@ -306,8 +317,8 @@ class Table:
             most -= len(taken[-1])
         ids = np.concatenate(taken)
         at = self._index.find(ids)
-        # Some were dropped or pushed since the last look.
-        gone = (at >= 0) & (self._pushed_at.array[at] < now - self._ttl_s)
+        # Some were dropped or used since the last look.
+        gone = (at >= 0) & (self._used_at.array[at] < now - self._ttl_s)
         return self._with_dropped(record, ids[gone], at[gone])
 
     def _with_dropped(self, record: list[Array], ids: Ids, at: Ids) -> list[Array]:
@@ -444,7 +455,7 @@ class Store:
         chosen = self.select(payload, buckets)
         self.pulled += self.bucket_counts(chosen)
         return [
-            (name, encode(self.tables[name].read(arrays[0].view(np.int64)),
+            (name, encode(self.tables[name].read(arrays[0].view(np.int64), self.now),
                           formats.get(name, RowFormat.FP32)))
             for name, arrays in chosen
         ]  # fmt: skip

@@ -119,7 +119,8 @@ def schema() -> Schema:
         )
     )
     roles["properties"]["ps"]["x-kubernetes-validations"] = [
-        _fixed(field) for field in ("replication", "ack", "buckets", "checkpoints")
+        *_bounds("(has(self.replicas) ? self.replicas : 1)"),
+        *map(_fixed, ("replication", "ack", "buckets", "checkpoints")),
     ]
     roles["properties"]["worker"]["properties"]["replicas"]["minimum"] = 0
     roles["properties"]["worker"]["x-kubernetes-validations"] = list(_of_worker())
@@ -191,17 +192,26 @@ def _reason_of(condition: ConditionType) -> str:
 # --- Rules between fields ---
 
 
-def _of_worker() -> Iterator[Schema]:
-    """Yield the rules between the fields of the worker role."""
+def _bounds(replicas: str) -> Iterator[Schema]:
+    """Yield the rules that the number of nodes of a role is between its bounds.
+
+    Args:
+        replicas: The number as an expression in CEL.
+    """
     # The messages contain no numbers. The server refuses string(int), whose cost it cannot bound.
     yield _rule(
-        "!has(self.minReplicas) || self.minReplicas <= self.replicas",
+        f"!has(self.minReplicas) || self.minReplicas <= {replicas}",
         "minReplicas is larger than replicas: expected minReplicas <= replicas",
     )
     yield _rule(
-        "!has(self.maxReplicas) || self.replicas <= self.maxReplicas",
+        f"!has(self.maxReplicas) || {replicas} <= self.maxReplicas",
         "replicas is larger than maxReplicas: expected replicas <= maxReplicas",
     )
+
+
+def _of_worker() -> Iterator[Schema]:
+    """Yield the rules between the fields of the worker role."""
+    yield from _bounds("self.replicas")
     yield _rule(
         "!has(self.autoscale) || !has(self.autoscale.sizes) || !has(self.autoscale.nodeUnit)",
         "autoscale has sizes and nodeUnit: expected one of them",

@@ -87,6 +87,9 @@ def job(namespace: str, changes: dict[str, Any] | None = None, **worker: Any) ->
         ({f"{WORKER}.replicas": 0}, "worker.replicas is 0: expected at least 1"),
         ({f"{WORKER}.replicas": 0, "spec.replicaSpecs.ps": {"replicas": 1}}, ""),
         ({f"{WORKER}.replicas": 0, "spec.replicaSpecs.ps": {"replicas": 0}}, "expected at least 1"),
+        ({"spec.replicaSpecs.ps": {"minReplicas": 2}}, "minReplicas is larger than replicas"),
+        ({"spec.replicaSpecs.ps": {"replicas": 3, "maxReplicas": 2}}, "larger than maxReplicas"),
+        ({"spec.replicaSpecs.ps": {"replicas": 2, "minReplicas": 2, "standbyReplicas": 1}}, ""),
         ({f"{WORKER}.replicas": -1}, "greater than or equal to 0"),
         ({f"{WORKER}.template": "x"}, "must be of type object"),
         ({"metadata.name": "x" * 37}, ""),
@@ -153,7 +156,12 @@ async def test_servers_come_with_their_job_and_only_their_number_and_template_ch
             await kube.patch(
                 ELASTICJOBS, "x", {"spec": {"replicaSpecs": {"ps": change}}}, namespace
             )
-    fine = {"replicas": 4, "template": {"spec": {"containers": [{"name": "main"}]}}}
+    fine = {
+        "replicas": 4,
+        "minReplicas": 2,
+        "standbyReplicas": 1,
+        "template": {"spec": {"containers": [{"name": "main"}]}},
+    }
     await kube.patch(ELASTICJOBS, "x", {"spec": {"replicaSpecs": {"ps": fine}}}, namespace)
 
 

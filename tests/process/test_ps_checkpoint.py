@@ -16,6 +16,7 @@ from tests.process.harness import Place, eventually
 from tests.process.test_parameter_server import steps, undisturbed
 from tests.programs import PROGRAMS
 from tests.programs.train_on_ps import rows_of, train
+from tests.ps_threads import client, servers
 
 CUT, STEPS = 15, 30
 
@@ -78,3 +79,23 @@ def test_all_servers_are_killed(place: Place) -> None:
     found = [(folder / f"rows.{rank}").read_text() for rank in (0, 1)]
     assert found == undisturbed(place.folder / "calm", STEPS)
     assert sorted(path.name[:8] for path in Path(cuts).glob("*.json")) == ["step-15.", "step-30."]
+
+
+def test_each_new_cut_is_exported(place: Place) -> None:
+    cuts = place.folder / "cuts"
+    with (
+        servers(place.folder, cuts=str(cuts)) as access,
+        client(access) as worker,
+        ExitStack() as closing,
+    ):
+        run_steps([worker], 0, 1)
+        worker.save(1, 1)
+        call = ("ps", "export", str(cuts), "--to", str(place.folder / "{step}.pt"), "--every", "1")
+        running = place.popen("dlrover", *call)
+        closing.callback(running.wait)
+        closing.callback(running.terminate)
+        eventually((place.folder / "1.pt").exists, "the export of the first cut")
+        worker.save(2, 1)
+        eventually((place.folder / "2.pt").exists, "the export of the second cut")
+        assert running.poll() is None
+    assert sorted(one.name for one in place.folder.glob("*.pt")) == ["1.pt", "2.pt"]

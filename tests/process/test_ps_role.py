@@ -24,9 +24,18 @@ def servers(run: Job) -> dict[str, int]:
     return {one.id: one.pid for one in found if is_server(one.id) and one.state == "running"}
 
 
+def map_of(run: Job) -> ClusterMap:
+    return msgspec.json.decode((run.logs.parent / PS_MAP_FILE).read_bytes(), type=ClusterMap)
+
+
+def holders(run: Job) -> set[str]:
+    """Return the servers that have rows."""
+    return {name for one in map_of(run).placements for name in one.members}
+
+
 def is_whole(run: Job, count: int) -> bool:
-    """Return whether this many servers run and each row has two copies on them."""
-    known = msgspec.json.decode((run.logs.parent / PS_MAP_FILE).read_bytes(), type=ClusterMap)
+    """Return whether this many servers run and each row has two copies on some of them."""
+    known = map_of(run)
     return (
         len(known.servers) == count
         and known.servers.keys() == servers(run).keys()
@@ -93,6 +102,28 @@ def test_the_job_replaces_servers_and_its_master_and_no_row_changes(place: Place
         assert run.wait() == 0
     rows = [(folder / f"rows.{rank}").read_text() for rank in (0, 1)]
     assert rows == undisturbed(place.folder / "calm", STEPS)
+
+
+def test_a_standby_takes_the_rows_of_a_killed_server_and_keeps_them(place: Place) -> None:
+    folder = place.folder / "run-1"
+    folder.mkdir()
+    (folder / "hold.40").touch()
+    given = {"settings": CALM, "ps": {"replicas": 2, "standbyReplicas": 1}, "replicas": 2}
+    args = (str(folder), "60")
+    with job(place, script=PROGRAM, args=args, **given) as run:  # type: ignore[arg-type]
+        eventually(lambda: len(steps(folder, 0)) > 10, "10 steps")
+        eventually(lambda: is_whole(run, 3), "two servers with rows, and a standby")
+        first = holders(run)  # those that came first
+        (standby,) = {"ps0", "ps1", "ps2"} - first
+        killed = max(first)
+        os.kill(servers(run)[killed], signal.SIGKILL)
+        eventually(lambda: is_whole(run, 3), "the standby, and the next one")
+        assert servers(run).keys() == {"ps0", "ps1", "ps2", "ps3"} - {killed}
+        assert holders(run) == {*first, standby} - {killed}
+        (folder / "hold.40").unlink()
+        assert run.wait() == 0
+    rows = [(folder / f"rows.{rank}").read_text() for rank in (0, 1)]
+    assert rows == undisturbed(place.folder / "calm", 60)
 
 
 def test_a_suspended_job_goes_on_from_its_newest_cut(place: Place) -> None:

@@ -12,7 +12,7 @@ import types
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -352,7 +352,9 @@ class PsMachine(RuleBasedStateMachine):
                 assert (rows == self.expected[inside]).all(), f"bucket {bucket} of {server}"
                 copies[bucket] += 1
             found[inside] = rows
-        active = self.plan.map.servers.keys() - self.plan.draining
+        active = set(self.plan.targets)
+        holding = {name for one in self.plan.map.placements for name in one.members}
+        assert not active or holding <= active, "a standby has rows"
         if not active:  # the servers that leave have all rows, and keep them
             return
         assert set(copies.values()) == {min(self.wanted.replicas, len(active))}
@@ -366,7 +368,7 @@ class PsMachine(RuleBasedStateMachine):
 
 
 class PsCutMachine(PsMachine):
-    """The same, and workers save and go back, and servers are evened by load.
+    """The same, and workers save and go back, servers are evened by load, and there are standbys.
 
     Planted bugs are found sooner without that.
     """
@@ -376,6 +378,12 @@ class PsCutMachine(PsMachine):
         if self.plan.map.placements:
             self.plan.weigh(weights)
             self.publish()
+
+    @rule(count=st.integers(1, 4), standbys=st.sampled_from([0, 1, 1]))
+    def other_numbers_of_servers_are_desired(self, count: int, standbys: int) -> None:
+        self.wanted = replace(self.wanted, servers=count, standbys=standbys)
+        self.plan.expect(count, standbys=standbys)
+        self.publish()
 
     @rule()
     def workers_save(self) -> None:

@@ -66,6 +66,106 @@ def whole(plan: Planner, copies: int = 2) -> bool:
     return all(len(set(one)) == len(one) == copies for one in members)
 
 
+def move_all(plan: Planner) -> None:
+    while move_one(plan):
+        pass
+
+
+def holders(plan: Planner) -> set[str]:
+    """Return the servers that have buckets, or are getting some."""
+    return {name for one in plan.map.placements for name in one.members}
+
+
+def test_a_standby_has_no_rows_until_it_takes_those_of_a_lost_server_at_once() -> None:
+    plan = planner(3, 12, standbys=1)
+    plan.heard("ps3", "at-3", 0.0)
+    assert holders(plan) == {"ps0", "ps1", "ps2"}
+    plan.lost("ps1")
+    assert {one.learner for one in plan.map.placements} == {"ps3"}, "all copies are made there"
+    plan.heard("ps4", "at-4", 0.0)
+    move_all(plan)
+    assert holders(plan) == {"ps0", "ps2", "ps3"}
+    assert whole(plan)
+    assert sorted(Counter(one.primary for one in plan.map.placements).values()) == [4, 4, 4]
+    plan.drain("ps0")
+    move_all(plan)
+    assert holders(plan) == {"ps2", "ps3", "ps4"}
+
+
+def test_the_number_of_servers_with_rows_follows_the_desired_one() -> None:
+    plan = planner(2, 12, standbys=1)
+    plan.heard("ps10", "at-10", 0.0)
+    assert holders(plan) == {"ps0", "ps1"}
+    plan.expect(3, least=3, standbys=1)  # the new server has not come yet
+    move_all(plan)
+    assert holders(plan) == {"ps0", "ps1", "ps10"}
+    plan = Planner(plan.map, plan.rules, 0.0)  # of the next master
+    plan.expect(2, least=2, standbys=1)
+    move_all(plan)
+    assert holders(plan) == {"ps0", "ps1"}, "those that came first"
+    plan.expect(2, least=2)
+    move_all(plan)
+    assert holders(plan) == {"ps0", "ps1", "ps10"}, "without standbys, all have rows"
+
+
+def test_a_server_that_comes_back_does_not_take_its_rows_from_the_standby() -> None:
+    plan = planner(2, 4, standbys=1)
+    plan.heard("ps2", "at-2", 0.0)
+    for name in ("ps0", "ps2"):
+        plan.heard(name, f"at-{name}", 10.0)
+    plan.tick(10.0)
+    move_all(plan)
+    assert holders(plan) == {"ps0", "ps2"}
+    plan.heard("ps1", "at-1", 11.0)
+    assert holders(plan) == {"ps0", "ps2"}
+    assert not any(one.learner for one in plan.map.placements)
+
+
+def test_a_move_from_a_silent_server_holds_up_no_other_one() -> None:
+    plan = planner(2, 4, replicas=1, moves=1)
+    plan.heard("ps2", "at-2", 0.0)
+    (moving,) = [one for one in plan.map.placements if one.learner]
+    others = {"ps0", "ps1", "ps2"} - {moving.primary}
+    for name in others:
+        plan.heard(name, f"at-{name}", 10.0)
+    plan.tick(10.0)
+    (leaving,) = others - {"ps2"}
+    plan.drain(leaving)
+    move_all_of(plan, leaving)
+    assert leaving not in holders(plan)
+
+
+def move_all_of(plan: Planner, primary: str) -> None:
+    """Let the learners of a server's buckets get their rows."""
+    while found := [
+        (bucket, one)
+        for bucket, one in enumerate(plan.map.placements)
+        if one.learner and one.primary == primary
+    ]:
+        for bucket, one in found:
+            plan.synced(primary, bucket, one.term, one.learner)
+
+
+def test_buckets_are_placed_when_the_least_number_of_servers_has_come() -> None:
+    plan = Planner(ClusterMap("j"), PlanRules(buckets=6, servers=3, least=2), 0.0)
+    plan.heard("ps0", "at-0", 0.0)
+    assert not plan.map.placements
+    plan.heard("ps1", "at-1", 0.0)
+    assert holders(plan) == {"ps0", "ps1"}
+    plan.heard("ps2", "at-2", 0.0)
+    move_all(plan)
+    assert sorted(Counter(one.primary for one in plan.map.placements).values()) == [2, 2, 2]
+
+
+def test_a_standby_is_no_reason_to_even_the_servers() -> None:
+    plan = planner(2, 4, standbys=1)
+    plan.heard("ps2", "at-2", 0.0)
+    assert led_loads(plan.map, [1.0] * 4) == {"ps0": 2.0, "ps1": 2.0}
+    assert unevenness_of(plan.map, [1.0] * 4) == 1.0
+    later = foresee(plan.map, plan.rules, [9, 1, 1, 1])
+    assert {name for one in later.placements for name in one.members} == {"ps0", "ps1"}
+
+
 @pytest.mark.parametrize("buckets", [64, 1024])
 @pytest.mark.parametrize("ack", list(AckMode))
 def test_zipf_traffic_on_eight_servers_is_evened(ack: AckMode, buckets: int) -> None:

@@ -538,6 +538,12 @@ def test_rows_are_exported(saved: tuple[Path, list[list[Any]]], tmp_path: Path, 
     }
 
 
+def test_the_newest_cut_is_exported_each_time_without_a_choice_of_one() -> None:
+    call = ["export", "cuts", "--to", "rows.pt", "--every", "5", "--which", "3"]
+    result = CliRunner().invoke(ps_command, call)
+    assert "expected no --which" in str(result.exception)
+
+
 def test_what_cannot_be_exported(saved: tuple[Path, Any], tmp_path: Path) -> None:
     cut = SavedCut.open(str(saved[0]))
     assert cut is not None

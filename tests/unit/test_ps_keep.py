@@ -60,6 +60,26 @@ def test_rows_that_are_pushed_stay() -> None:
     assert np.isin(hot, ids).all()
 
 
+def test_rows_that_are_only_read_stay_too() -> None:
+    store = Store(1)
+    store.add([spec(specs.keep(max_rows=1000, ttl_s=40.0))])
+    hot, ids = np.arange(100), np.arange(1000, 21_000)
+    store.apply([("t", [hot, ones(100)])], range(1))
+    for part in np.split(ids, 200):
+        store.now += 1.0
+        store.read([("t", [hot])], range(1), {})
+        store.apply([("t", [part, ones(100)])], range(1))
+    (kept, _, steps, _) = rows_of(store.tables["t"])
+    assert len(kept) <= 1200
+    assert np.isin(hot, kept).all()
+    assert (steps[np.isin(kept, hot)] == 1).all()
+    for part in np.split(ids, 200):
+        store.now += 1.0
+        store.tables["t"].read(hot)  # this is no use
+        store.apply([("t", [part, ones(100)])], range(1))
+    assert not np.isin(hot, rows_of(store.tables["t"])[0]).any()
+
+
 @given(
     st.lists(st.lists(st.integers(0, 60), min_size=1, max_size=20), max_size=25),
     st.integers(0, 40), st.integers(1, 3), st.sampled_from([0.0, 2.0, 8.0]),

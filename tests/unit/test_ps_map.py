@@ -160,6 +160,13 @@ def test_copies_would_go_to_a_server_without_any() -> None:
     assert not [one for one in leaving.moves if "ps2" in one.words]
 
 
+def test_a_standby_counts_for_no_mean_and_would_get_nothing() -> None:
+    servers = [*TABLES.servers, ServerLoad(id="ps2", leads=0, backs_up=0)]
+    tables = TABLES.model_copy(update={"servers": servers, "standbys": 1})
+    assert load_shares(tables) == {"ps0": 1.6, "ps1": 0.4, "ps2": 0.0}
+    assert not [one for one in server_map.foreseen(status(tables)).moves if "ps2" in one.words]
+
+
 def test_a_server_has_left_when_it_has_ended() -> None:
     """The tables do not list a server that was silent for 3 s, although it still has rows."""
     silent = TABLES.model_copy(update={"servers": TABLES.servers[:1]})

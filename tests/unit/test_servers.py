@@ -58,6 +58,8 @@ class Run:
         self.present = frozenset[str]()
         """The servers that the coordinator knows to exist."""
         self.desired = 0
+        self.told: ServersPresent | None = None
+        """What the coordinator was told last."""
         self.journal: DurableState | None = None
         self.job = Job(spec, Rules(), term=Term(1), now=0.0, wall=WALL)
         if highest >= 0:
@@ -72,7 +74,7 @@ class Run:
             if isinstance(effect, CreateNode):
                 self.exist.add(effect.node)
             if isinstance(effect, ServersPresent):
-                self.present, self.desired = effect.nodes, effect.desired
+                self.present, self.desired, self.told = effect.nodes, effect.desired, effect
         again = self.job.step([], self.now, WALL + self.now)
         assert not again.effects, "a step decides all there is to decide"
         return out.effects
@@ -125,6 +127,23 @@ def test_a_lost_server_is_replaced_under_another_id_until_too_many_were_lost() -
     run.end("ps0")
     assert run.job.state.phase is JobPhase.FAILED
     assert "restartCount of the role ps" in run.job.state.reason
+
+
+def test_standbys_are_further_servers_of_which_the_coordinator_knows() -> None:
+    spec = parsed(replicas=2, standbyReplicas=1, minReplicas=1, maxReplicas=3)
+    run = Run(spec)
+    assert run.present == run.servers == {"ps0", "ps1", "ps2"}
+    assert run.told is not None
+    assert (run.told.desired, run.told.least, run.told.standbys) == (2, 1, 1)
+    run.end("ps0")
+    assert run.present == {"ps1", "ps2", "ps3"}
+    spec = spec.scaled(3, "ps")
+    run.step(JobChanged(spec))
+    assert run.present == {"ps1", "ps2", "ps3", "ps4"}
+    said = [one.message for one in run.job.state.events if one.reason == "SpecChanged"]
+    assert said == ["the desired size is now 3 servers and 1 on standby"]
+    run.runs()
+    assert deleted(run.step(JobChanged(spec.scaled(1, "ps")))).keys() == {"ps3", "ps4"}
 
 
 def test_losses_are_forgotten_in_time_and_no_node_that_is_unknown_stays() -> None:
@@ -304,6 +323,9 @@ def test_fewer_servers_give_their_rows_away_first() -> None:
     [
         ({"replicas": 0}, "replicas is 0: expected at least 1 server"),
         ({"replicas": 1, "replication": 2}, "replication is 2 and replicas is 1"),
+        ({"replicas": 2, "minReplicas": 3}, "minReplicas is 3 and replicas is 2"),
+        ({"replicas": 2, "maxReplicas": 1}, "replicas is 2 and maxReplicas is 1"),
+        ({"standbyReplicas": -1}, "greater than or equal to 0"),
         ({"replication": 3}, "less than or equal to 2"),
         ({"buckets": 0}, "greater than or equal to 1"),
         ({"ack": "all"}, "'primary' or 'backup'"),
@@ -410,6 +432,8 @@ def test_a_request_to_even_the_servers_is_passed_on_and_is_no_change_of_the_job(
     ("number", "fields", "words"),
     [
         (1, {"replication": 2}, "cannot scale to 1: replication is 2 and replicas is 1"),
+        (1, {"minReplicas": 2}, "cannot scale to 1: minReplicas is 2 and replicas is 1"),
+        (4, {"maxReplicas": 3}, "cannot scale to 4: replicas is 4 and maxReplicas is 3"),
         (0, {}, "cannot scale to 0: expected 1 to"),
     ],
 )

@@ -301,7 +301,11 @@ class ServersPresent:
 
     nodes: frozenset[NodeId]
     desired: int
-    """The desired number of servers."""
+    """The desired number of servers, without standbys."""
+    least: int = 1
+    """The number of servers with which rows are placed first."""
+    standbys: int = 0
+    """The desired number of servers without rows."""
     ended: bool = False
     """Whether the job has ended, or was deleted: nobody needs rows any more."""
     rebalance: str = ""

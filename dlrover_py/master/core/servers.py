@@ -210,7 +210,7 @@ class Servers:
         record, spec = self.state.servers, self.live.spec.servers
         if not self.live.rules.can_create or (spec is None and not record.nodes):
             return
-        wanted = 0 if spec is None else spec.size
+        wanted = 0 if spec is None else spec.total
         if not self._rests:
             self._forgive()
             self._readmit_hosts()
@@ -233,7 +233,14 @@ class Servers:
                 self.state.changed()
                 self._end(node, 0.0)
         request = self.live.spec.spec.rebalance_servers or ""
-        present = ServersPresent(frozenset(record.nodes), wanted, self.state.phase.ended, request)
+        present = ServersPresent(
+            frozenset(record.nodes),
+            0 if spec is None else spec.size,
+            1 if spec is None else spec.minimum,
+            0 if spec is None else spec.standby_replicas,
+            self.state.phase.ended,
+            request,
+        )
         if present != self._told:
             self._told = present
             self.live.emit(present)

@@ -212,4 +212,7 @@ class SpecChanges:
 
 def _servers_of(job: ElasticJob) -> str:
     """Return the desired number of servers, in words."""
-    return counted(0 if job.servers is None else job.servers.size, "server")
+    if job.servers is None:
+        return counted(0, "server")
+    standbys = job.servers.standby_replicas
+    return counted(job.servers.size, "server") + (f" and {standbys} on standby" if standbys else "")
