@@ -1224,8 +1224,9 @@ class CheckpointDirectory:
         with self._lock:
             text = _read_lease(self.place)
             held = _decode_lease(text)
-            if self._lease is not None or text is None or (held is not None and held.job == job):
+            if text is None:
                 self._observed.pop(False, None)
+            if self._lease is not None or text is None or (held is not None and held.job == job):
                 return False
             if self._observed.get(False, (None,))[0] != text:
                 self._observed[False] = text, self._clock(), False
