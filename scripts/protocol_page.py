@@ -700,8 +700,10 @@ WIRES: tuple[Wire, ...] = (
         "`dlrover ps serve`. Workers push rows to servers and pull them. Servers copy buckets to "
         "each other. See [the parameter server](../parameter-server.md).",
         transport="TCP: ZeroMQ (DEALER to ROUTER).",
-        framing="A prelude, a body in MessagePack, and one frame for each array of rows.",
-        authentication="The prelude proves that the sender knows the job's token.",
+        framing="A prelude, a body in MessagePack, and the arrays of rows, in frames of at most "
+        f"{size(ps_wire.FRAME_BYTES)}.",
+        authentication="Before any message, a password made from the job's token (PLAIN); then "
+        "each prelude proves that the sender knows the token.",
         version=f"{ps_wire.VERSION}, in the prelude. A message of another version is answered with "
         "`Unreadable`, and nothing is done.",
         limits=f"A body has at most {size(ps_wire.MAX_BODY_BYTES)}, the arrays of a message "

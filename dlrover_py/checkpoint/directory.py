@@ -1206,6 +1206,32 @@ class CheckpointDirectory:
                 self._own(WriterLease(owner.job, owner.name, attempt, shared=shared))
             )
 
+    def watch_lease(self, job: str) -> bool:
+        """Look at the lease, so that one of another job which nobody renews can expire.
+
+        Nothing is written. Until :meth:`acquire_lease`, call this every `RENEW_S` seconds as long
+        as the result is true.
+
+        Args:
+            job: uid of the job that is going to take the lease.
+
+        Returns:
+            Whether another job has the lease.
+
+        Raises:
+            OSError: the store fails.
+        """
+        with self._lock:
+            text = _read_lease(self.place)
+            held = _decode_lease(text)
+            if text is None:
+                self._observed.pop(False, None)
+            if self._lease is not None or text is None or (held is not None and held.job == job):
+                return False
+            if self._observed.get(False, (None,))[0] != text:
+                self._observed[False] = text, self._clock(), False
+            return True
+
     def join(self, owner: DirectoryOwner) -> None:
         """Note the lease that another node has taken for the job, for `renew_lease` and `commit`.
 
@@ -1213,7 +1239,7 @@ class CheckpointDirectory:
         afterwards: `renew_lease` does nothing, and `commit` does not check the lease.
         """
         with self._lock:
-            held = _decode_lease(self._read_lease())
+            held = _decode_lease(_read_lease(self.place))
             self._lease = held if held is not None and held.job == owner.job else None
 
     def _own(self, claim: WriterLease) -> WriterLease:
@@ -1232,7 +1258,7 @@ class CheckpointDirectory:
             ConfigError: the lease has a newer format.
         """
         for _ in range(5):
-            text = self._read_lease()
+            text = _read_lease(self.place)
             if text is None:
                 if self.place.create(LEASE_FILE, new.encode()):
                     return new
@@ -1250,7 +1276,7 @@ class CheckpointDirectory:
                     is_alive=is_alive is True,
                     job=held.job if held is not None else "",
                 )
-            if self._read_lease() != text:
+            if _read_lease(self.place) != text:
                 continue  # another process was faster
             log.info(
                 "lease_taken_over",
@@ -1297,7 +1323,7 @@ class CheckpointDirectory:
         with self._lock:
             if self._lease is None:
                 return False
-            text = self._read_lease()
+            text = _read_lease(self.place)
             if text is None:
                 # Without an attempt, because the newest one is not known any more.
                 new = self._own(replace(self._lease, attempt=""))
@@ -1310,7 +1336,7 @@ class CheckpointDirectory:
             if not is_due and self._unchanged(text, RENEW_FOR_OTHERS_S, own=True) is not True:
                 return False
             self._lease = self._own(held)
-            if self._read_lease() != text:
+            if _read_lease(self.place) != text:
                 return False
             self.place.put(LEASE_FILE, self._lease.encode())
             return True
@@ -1323,27 +1349,13 @@ class CheckpointDirectory:
         must wait until it has expired.
         """
         with self._lock:
-            held = _decode_lease(self._read_lease()) if self._lease is not None else None
+            held = _decode_lease(_read_lease(self.place)) if self._lease is not None else None
             if held is not None and held.writer == self._writer_id:
                 if held.shared:
                     self.place.put(LEASE_FILE, replace(held, writer="", host="", pid=0).encode())
                 else:
                     self.place.remove(LEASE_FILE)
             self._lease = None
-
-    def _read_lease(self) -> bytes | None:
-        """Return the contents of the lease file; None if there is no such file, b"" if too large.
-
-        The limit is `MAX_LEASE`.
-        """
-        try:
-            return self.place.read(LEASE_FILE, MAX_LEASE)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            if error.errno != errno.EFBIG:
-                raise
-            return b""  # too large for a lease: it expires like any other invalid one
 
     def _is_writer_alive(self, held: WriterLease | None, text: bytes) -> bool | None:
         """Return whether the writer of another job's lease lives; None while this is unknown.
@@ -1403,7 +1415,7 @@ class CheckpointDirectory:
             OSError: the store fails. The manifest may exist all the same.
         """
         if self._lease is not None:
-            held = _decode_lease(self._read_lease())
+            held = _decode_lease(_read_lease(self.place))
             expected = self._lease.job, manifest.attempt
             if held is None or (held.job, held.attempt) != expected:
                 raise SupersededError(
@@ -1643,6 +1655,21 @@ def retained(found: Sequence[Manifest], keep: KeepRules) -> set[str]:
         key=lambda m: (m.metric or 0.0) * (-1 if keep.highest else 1)
     )  # stable: newest first
     return folders | {m.folder for m in with_metric[: keep.best]}
+
+
+def _read_lease(place: StorageBackend) -> bytes | None:
+    """Return the contents of the lease file; None if there is no such file, b"" if too large.
+
+    The limit is `MAX_LEASE`.
+    """
+    try:
+        return place.read(LEASE_FILE, MAX_LEASE)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno != errno.EFBIG:
+            raise
+        return b""  # too large for a lease: it expires like any other invalid one
 
 
 def _decode_lease(text: bytes | None) -> WriterLease | None:

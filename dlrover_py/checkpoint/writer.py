@@ -72,6 +72,7 @@ from dlrover_py.protocol.persister import (
     CancelWrite,
     CommitGrant,
     PersisterLine,
+    WatchLease,
     WriteReply,
     WriteRequest,
     read_line,
@@ -852,14 +853,21 @@ def _error_message(error: Exception) -> str:
 class PersisterProcess:
     """The main object of the persister; the request of a new attempt cancels the previous one."""
 
-    def __init__(self, send: Callable[[WriteReply], None]) -> None:
+    def __init__(
+        self,
+        send: Callable[[WriteReply], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Start a thread that renews the writer leases every `RENEW_S` seconds.
 
         Args:
             send: sends a reply.
+            clock: a monotonic clock in seconds, by which leases of other jobs expire.
         """
-        self._send = send
+        self._send, self._clock = send, clock
         self._directories: dict[str, CheckpointDirectory] = {}
+        self._opening = threading.Lock()
         self._attempt: WriteAttempt | None = None
         self._closing = threading.Event()
         self._renewals = threading.Thread(target=self._renew_leases, daemon=True)
@@ -885,6 +893,8 @@ class PersisterProcess:
                 now.grant(term)
             case CancelWrite() if same and now is not None:
                 now.give_up("canceled")
+            case WatchLease():
+                threading.Thread(target=self._watch_lease, args=(message,), daemon=True).start()
 
     def close(self, grace_s: float = 5.0) -> None:
         """Cancel the write in progress and release the writer leases.
@@ -915,11 +925,32 @@ class PersisterProcess:
             ConfigError: the address is not valid, or the store does not support exclusive creation.
             OSError: the directory cannot be created, or the store does not answer.
         """
-        store = self._directories.get(url)
-        if store is None:
-            store = self._directories[url] = CheckpointDirectory(url)
+        store = self._named(url)
         store.prepare()  # each time, because it may have been removed
         return store
+
+    def _named(self, url: str) -> CheckpointDirectory:
+        """Return the checkpoint directory of a path or address; nothing is read or created.
+
+        Raises:
+            ConfigError: the address is not valid.
+        """
+        with self._opening:
+            store = self._directories.get(url)
+            if store is None:
+                store = self._directories[url] = CheckpointDirectory(url, clock=self._clock)
+            return store
+
+    def _watch_lease(self, request: WatchLease) -> None:
+        """Watch the lease of another job until there is none; an error ends this.
+
+        The first write finds out what remains. This is the body of a thread.
+        """
+        with contextlib.suppress(OSError, DLRoverError):
+            store = self._named(request.dir)
+            while store.watch_lease(request.job):
+                if self._closing.wait(RENEW_S):
+                    return
 
     def _renew_leases(self) -> None:
         """Renew the writer leases every `RENEW_S` seconds until `close` is called.

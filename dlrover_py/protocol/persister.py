@@ -119,6 +119,20 @@ class CancelWrite(_PersisterMessage):
     """Id of the attempt."""
 
 
+class WatchLease(_PersisterMessage):
+    """A request to look at the writer lease of a directory before the first write.
+
+    The lease of a job that was killed expires some seconds after the first look at it. If a short
+    run looked at its end only, its time to end might not suffice.
+    """
+
+    kind: Literal["watch"] = "watch"
+    dir: str
+    """Path or fsspec address of the directory of the checkpoints."""
+    job: str
+    """Uid of the job that is going to write."""
+
+
 class WriteReply(PersistProgress, _PersisterMessage):
     """A reply about the progress of a write request; ``done`` and ``failed`` end an attempt."""
 
@@ -133,7 +147,7 @@ class WriteReply(PersistProgress, _PersisterMessage):
     """Bytes that this node has written."""
 
 
-PersisterLine = WriteRequest | CommitGrant | CancelWrite | WriteReply
+PersisterLine = WriteRequest | CommitGrant | CancelWrite | WatchLease | WriteReply
 """Any message to or from a persister."""
 _LINE: TypeAdapter[PersisterLine] = TypeAdapter(
     Annotated[PersisterLine, Field(discriminator="kind")]

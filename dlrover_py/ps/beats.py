@@ -7,6 +7,7 @@ from typing import Any
 
 import zmq
 
+from dlrover_py.ps.door import visitor
 from dlrover_py.ps.messages import Beat
 from dlrover_py.ps.wire import JobAccess, send
 
@@ -52,8 +53,7 @@ class Beats:
         self._turned_at = time.monotonic()
 
     def _run(self) -> None:
-        socket = self._context.socket(zmq.DEALER)
-        socket.linger = 0
+        socket = visitor(self._context, self._access.key)
         socket.sndhwm = 1  # what is said late is wrong
         socket.connect(self._access.address)
         while not self._over.wait(BEAT_S):

@@ -10,8 +10,9 @@ from typing import Any
 
 import zmq
 
+from dlrover_py.ps.door import is_refused, new_context, refusals, visitor
 from dlrover_py.ps.store import Payload
-from dlrover_py.ps.wire import UnprovenError, decode, new_context, send
+from dlrover_py.ps.wire import UnprovenError, decode, send
 
 AT_ONCE = 32
 """Messages that are read from one socket before the next one has its turn."""
@@ -35,6 +36,8 @@ class Connections:
             end.setblocking(False)
         self._poller.register(self._woken, zmq.POLLIN)
         self._sockets: dict[str, Any] = {}
+        self._refused: Any = None
+        """Where it is said that the coordinator refuses a connection."""
 
     def poll(self, seconds: float) -> None:
         """Wait until there is something to read, or :meth:`wake` is called, or for some seconds."""
@@ -60,8 +63,9 @@ class Connections:
             ConfigError: The arrays are larger than a message may be.
         """
         if name not in self._sockets:
-            made = self._context.socket(zmq.DEALER)
-            made.linger = 0
+            made = visitor(self._context, self._key)
+            if not name:
+                self._refused = refusals(made)
             made.connect(address)
             self._poller.register(made, zmq.POLLIN)
             self._sockets[name] = made
@@ -79,6 +83,11 @@ class Connections:
             WireError: A message of a server, or of the coordinator, cannot be read.
             UnprovenError: The coordinator is that of another job or version.
         """
+        if self._refused is not None and is_refused(self._refused):
+            raise UnprovenError(
+                "the coordinator is of another job, or of another release of DLRover-Py: use the "
+                "same release for servers and workers"
+            )
         for name in list(self._sockets):
             for _ in range(AT_ONCE):
                 try:

@@ -26,6 +26,7 @@ from dlrover_py.ps import messages as m
 from dlrover_py.ps.balance import LEAST_ASKED_GAIN, LEAST_GAIN, BucketLoads
 from dlrover_py.ps.cluster_map import ClusterMap, CutPlace
 from dlrover_py.ps.cuts import CutDirectory, SavedCut
+from dlrover_py.ps.door import guard, guarded, new_context
 from dlrover_py.ps.map_store import MapStore, MapTooLargeError
 from dlrover_py.ps.meetings import Meetings
 from dlrover_py.ps.planner import Planner, PlanRules, outlook
@@ -33,13 +34,11 @@ from dlrover_py.ps.specs import Consistency, ConsistencyKind
 from dlrover_py.ps.spread import after
 from dlrover_py.ps.steps import StepGroup
 from dlrover_py.ps.wire import (
-    MAX_BODY_BYTES,
     NO_KEY,
     JobAccess,
     UnprovenError,
     WireError,
     decode,
-    new_context,
     send,
 )
 
@@ -147,11 +146,12 @@ class Coordinator:
         self._renew_at = now
         self.planner = Planner(start, rules, now)
         self._context, self._listener = new_context(), listener
-        self.socket = self._context.socket(zmq.ROUTER)
+        self._key = JobAccess(job, "", token).key
+        guard(self._context, self._key)
+        self.socket = guarded(self._context)
         """It is closed while servers and workers must find another coordinator, if there is one."""
         port = _bind(self.socket, listener)
         self.access = JobAccess(job, f"tcp://127.0.0.1:{port}", token)
-        self._key = self.access.key
         self._routes: dict[bytes, float] = {}
         """When each connection was heard last."""
         self._published = -1
@@ -328,7 +328,7 @@ class Coordinator:
 
     def _connect(self) -> None:
         """Take connections again. Their other ends have as much time as with a new coordinator."""
-        self.socket = self._context.socket(zmq.ROUTER)
+        self.socket = guarded(self._context)
         _bind(self.socket, self._listener)
         self.planner.wait_for_all(self._hearing.now)
         self._group.wait_for_all(self._hearing.now)
@@ -590,8 +590,6 @@ def _bind(socket: Any, listener: sockets.socket | None) -> int:
         socket: The socket.
         listener: A socket that listens, which is shared. None: a new one on the loopback device.
     """
-    socket.linger = 0
-    socket.maxmsgsize = MAX_BODY_BYTES  # whoever reaches it could fill the memory
     if listener is None:
         return int(socket.bind_to_random_port("tcp://127.0.0.1"))
     port: int = listener.getsockname()[1]

@@ -25,6 +25,7 @@ from dlrover_py.ps import messages as m
 from dlrover_py.ps.beats import Beats
 from dlrover_py.ps.bucket_copies import PART_BYTES
 from dlrover_py.ps.codecs import decoded
+from dlrover_py.ps.door import connect, guard, guarded, new_context
 from dlrover_py.ps.load import RowMeter
 from dlrover_py.ps.replication import Replica
 from dlrover_py.ps.settings import read_access
@@ -35,7 +36,6 @@ from dlrover_py.ps.wire import (
     UnprovenError,
     WireError,
     decode,
-    new_context,
     send,
 )
 
@@ -129,12 +129,11 @@ class ParameterServer:
         self._access, self._key, self._id, self._alone_s = access, access.key, server, alone_s
         host = f"[{host}]" if ":" in host else host
         self._context = new_context(ipv6="[" in host)
-        self._inbox = self._context.socket(zmq.ROUTER)
-        self._inbox.linger = 0
-        self._inbox.maxmsgsize = 1 << 30
+        guard(self._context, self._key)
+        self._inbox = guarded(self._context)
         port = self._inbox.bind_to_random_port(f"tcp://{host}")
         self._address = f"tcp://{host}:{port}"
-        self._coordinator = self._dealer(access.address)
+        self._coordinator = connect(self._context, access.address, self._key)
         self._peers: dict[str, Any] = {}
         self._queued: deque[Request] = deque()
         """What has come from workers and servers, in order."""
@@ -228,12 +227,6 @@ class ParameterServer:
             if now >= alive_at or self._state() != self._said:
                 alive_at = now + ALIVE_S
                 self._say_alive()
-
-    def _dealer(self, address: str) -> Any:
-        socket = self._context.socket(zmq.DEALER)
-        socket.linger = 0
-        socket.connect(address)
-        return socket
 
     def _has_left(self) -> bool:
         if not self._left_at:
@@ -401,7 +394,7 @@ class ParameterServer:
             known = self._replica.map
             address = known.servers.get(one.to) if known is not None else None
             if one.to not in self._peers and address is not None:
-                self._peers[one.to] = self._dealer(address)
+                self._peers[one.to] = connect(self._context, address, self._key)
             if one.to in self._peers:
                 self._send(self._peers[one.to], one.message, one.payload)
 

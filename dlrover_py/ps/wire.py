@@ -1,4 +1,6 @@
-"""Messages as frames of ZeroMQ: a prelude, a body in MessagePack, and one frame for each array.
+"""Messages as frames of ZeroMQ: a prelude, a body in MessagePack, and the arrays.
+
+An array has one frame, or several if it is larger than :data:`~dlrover_py.ps.door.FRAME_BYTES`.
 
 The prelude has the version, and a proof that the sender knows the job's key: a keyed hash of all
 that follows. The key itself is never sent, because another program may listen at the address of a
@@ -10,7 +12,7 @@ import hashlib
 import hmac
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -21,11 +23,12 @@ import zmq
 
 from dlrover_py.protocol.errors import ConfigError, DLRoverError
 from dlrover_py.ps import messages
+from dlrover_py.ps.door import FRAME_BYTES
 from dlrover_py.ps.store import Payload
 
-VERSION = 5
+VERSION = 6
 """Version of these frames. Servers and workers of one job have the same."""
-MAX_BODY_BYTES = 32 << 20
+MAX_BODY_BYTES = FRAME_BYTES
 MAX_PAYLOAD_BYTES = 1 << 30
 """Bytes of the arrays of a message."""
 MAX_ARRAYS = 1 << 18
@@ -43,26 +46,6 @@ _DTYPES = {
     for dtype in map(np.dtype, ("|i1", "<i4", "<i8", "<u2", "<u4", "<f2", "<f4", "<f8"))
 }
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in get_args(messages.Message)}
-
-
-BEAT_MS, SILENCE_MS, CONNECT_MS = 1000, 5000, 3000
-"""Milliseconds between two signs of life on a connection, until a silent connection is made again,
-and of an attempt to connect. A Pod that was removed sends nothing that ends its connections."""
-
-
-def new_context(*, ipv6: bool = False) -> "zmq.Context[Any]":
-    """Return a context whose sockets notice by themselves that the other end is gone.
-
-    Args:
-        ipv6: Whether addresses may be of IPv6.
-    """
-    context: zmq.Context[Any] = zmq.Context()
-    context.setsockopt(zmq.HEARTBEAT_IVL, BEAT_MS)
-    context.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
-    context.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
-    context.setsockopt(zmq.HANDSHAKE_IVL, SILENCE_MS)  # the other end may not take connections
-    context.setsockopt(zmq.IPV6, int(ipv6))
-    return context
 
 
 class WireError(DLRoverError):
@@ -128,7 +111,7 @@ def encode(message: Any, payload: Payload, key: bytes) -> list[Any]:
             f"a {type(message).__name__} would have {len(body)} bytes besides its arrays: expected "
             f"at most {MAX_BODY_BYTES}; use fewer tables, buckets or workers"
         )
-    frames = [body, *(array.data.cast("B") if array.size else b"" for array in arrays)]
+    frames = [body, *(piece for array in arrays for piece in _pieces(array))]
     head = _HEAD.pack(_MAGIC, VERSION, 0)
     return [head + proof(head, frames, key), *frames]
 
@@ -153,7 +136,7 @@ def send(socket: Any, message: Any, payload: Payload, key: bytes, route: bytes =
 
 
 def decode(frames: Sequence[Any], key: bytes) -> tuple[Any, Payload]:
-    """Return a message and its arrays, which are read-only views of the frames.
+    """Return a message and its arrays, which are read-only; those of one frame are views of it.
 
     Args:
         frames: Buffers: prelude, body, arrays.
@@ -177,7 +160,10 @@ def decode(frames: Sequence[Any], key: bytes) -> tuple[Any, Payload]:
         )
     if len(prelude) != size:
         raise UnprovenError(f"expected a prelude of {size} bytes and a body")
-    if len(frames[1]) > MAX_BODY_BYTES or len(frames) > MAX_ARRAYS + 2:
+    if (
+        len(frames[1]) > MAX_BODY_BYTES
+        or len(frames) > MAX_ARRAYS + MAX_PAYLOAD_BYTES // FRAME_BYTES + 2
+    ):
         raise UnprovenError("the message is too large")
     if sum(len(frame) for frame in frames[2:]) > MAX_PAYLOAD_BYTES:
         raise UnprovenError(f"expected at most {MAX_PAYLOAD_BYTES} bytes of arrays")
@@ -197,21 +183,40 @@ def decode(frames: Sequence[Any], key: bytes) -> tuple[Any, Payload]:
     return message, _payload(body, frames[2:])
 
 
+def _pieces(array: "np.ndarray[Any, Any]") -> Iterator[Any]:
+    """Yield the frames of an array: as many as :func:`_count` says."""
+    if not array.size:
+        yield b""
+    content = array.data.cast("B") if array.size else memoryview(b"")
+    for start in range(0, len(content), FRAME_BYTES):
+        yield content[start : start + FRAME_BYTES]
+
+
+def _count(nbytes: int) -> int:
+    """Return the number of frames of an array of some bytes."""
+    return max(1, -(-nbytes // FRAME_BYTES))
+
+
 def _payload(body: _Body, frames: Sequence[Any]) -> Payload:
-    if sum(len(arrays) for _, arrays in body.tables) != len(frames):
-        raise WireError("the message has another number of arrays than it says")
-    rest = iter(frames)
+    at = 0
     payload: Payload = []
     for name, arrays in body.tables:
         part = []
-        for (dtype, shape), frame in zip(arrays, rest, strict=False):
+        for dtype, shape in arrays:
             known = _DTYPES.get(dtype)
             if known is None or len(shape) > 2 or min(shape, default=0) < 0:
                 raise WireError(f"an array of table {name[:40]!r} has type {dtype[:8]!r} {shape}")
-            if math.prod(shape) * known.itemsize != len(frame):
-                raise WireError(f"an array of table {name[:40]!r} has {len(frame)} bytes")
-            part.append(np.frombuffer(frame, known).reshape(shape))
+            nbytes = math.prod(shape) * known.itemsize
+            pieces = frames[at : at + _count(nbytes)]
+            found = sum(len(piece) for piece in pieces)
+            if not pieces or found != nbytes:
+                raise WireError(f"an array of table {name[:40]!r} has {found} bytes")
+            at += len(pieces)
+            content = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            part.append(np.frombuffer(content, known).reshape(shape))
         payload.append((name, part))
+    if at != len(frames):
+        raise WireError("the message has another number of arrays than it says")
     return payload
 
 

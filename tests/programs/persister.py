@@ -62,7 +62,7 @@ WAYS: dict[str, Callable[[bytes], None]] = {"echo": echo, "odd": odd, "done": do
 
 if __name__ == "__main__":
     for line in sys.stdin.buffer:
-        if line.strip():
+        if line.strip() and json.loads(line)["kind"] != "watch":
             WAYS[sys.argv[1]](line)
     if sys.argv[1] == "leave":
         Path(sys.argv[2]).touch()

@@ -14,6 +14,7 @@ from dlrover_py.protocol.persister import (
     CancelWrite,
     CommitGrant,
     PersisterLine,
+    WatchLease,
     WriteReply,
     WriteRequest,
     read_line,
@@ -39,7 +40,7 @@ from dlrover_py.protocol.transfer import (
 )
 from tests.schemas import documents
 
-LINES: list[type[PersisterLine]] = [WriteRequest, CommitGrant, CancelWrite, WriteReply]
+LINES: list[type[PersisterLine]] = [WriteRequest, CommitGrant, CancelWrite, WatchLease, WriteReply]
 REQUESTS: list[type[TransferRequest]] = [
     SlotsRequest,
     BytesRequest,

@@ -16,6 +16,7 @@ import zmq
 from dlrover_py.ps import messages as m
 from dlrover_py.ps.balance import MIN_RATE, PAUSE_S, WINDOW_S, WINDOWS, BucketLoads
 from dlrover_py.ps.cluster_map import AckMode, ClusterMap, Placement
+from dlrover_py.ps.door import connect, guard, guarded
 from dlrover_py.ps.hashing import bucket_of, salt_of
 from dlrover_py.ps.planner import Planner, PlanRules, foresee
 from dlrover_py.ps.server import ParameterServer
@@ -388,7 +389,8 @@ def test_what_a_server_refuses_is_no_load() -> None:
     table, ids = TableSpec("t", 2), np.arange(100)
     places = (Placement(1, "ps0"), Placement(1, "ps1"))
     context = zmq.Context()
-    coordinator, worker = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
+    guard(context, key := JobAccess("tests", "", TOKEN).key)
+    coordinator = guarded(context)
     port = coordinator.bind_to_random_port("tcp://127.0.0.1")
     access = JobAccess("tests", f"tcp://127.0.0.1:{port}", TOKEN)
     server = ParameterServer(access, "ps0")
@@ -413,7 +415,7 @@ def test_what_a_server_refuses_is_no_load() -> None:
         send(coordinator, m.MapNews(known), [], access.key, route)
         while alive.epoch < known.epoch:  # what comes before the map is refused
             alive = heard(m.Alive)[1]
-        worker.connect(alive.address)
+        worker = connect(context, alive.address, key)
         for seq in range(1, 4):
             for asked in (m.Pull(1, seq, (0, 1)), m.Push("w", 1, 1, seq, (0, 1))):
                 grads = [np.ones((100, 2), np.float32)] if isinstance(asked, m.Push) else []

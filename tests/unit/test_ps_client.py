@@ -14,6 +14,7 @@ from dlrover_py.ps import messages as m
 from dlrover_py.ps import specs
 from dlrover_py.ps.client import DataLossError, PsClient
 from dlrover_py.ps.coordinator import Coordinator
+from dlrover_py.ps.door import guard, guarded
 from dlrover_py.ps.hashing import bucket_of, salt_of
 from dlrover_py.ps.map_store import MapFile
 from dlrover_py.ps.planner import PlanRules
@@ -134,7 +135,8 @@ def test_an_answer_that_the_client_cannot_use_ends_all_calls(tmp_path: Path) -> 
     rules = PlanRules(buckets=4, silence_s=2 * WAIT_S)
     coordinator = Coordinator("job", TOKEN, MapFile(tmp_path / "map.json"), rules, time.monotonic())
     key, context = coordinator.access.key, zmq.Context()
-    router = context.socket(zmq.ROUTER)
+    guard(context, key)
+    router = guarded(context)
     port = router.bind_to_random_port("tcp://127.0.0.1")
     coordinator.planner.heard("s0", f"tcp://127.0.0.1:{port}", time.monotonic())
     try:
@@ -161,7 +163,8 @@ def test_a_push_is_done_although_the_next_one_cannot_be_sent(tmp_path: Path) -> 
     rules = PlanRules(buckets=2, servers=2, replicas=1, silence_s=2 * WAIT_S)
     coordinator = Coordinator("job", TOKEN, MapFile(tmp_path / "map.json"), rules, time.monotonic())
     key, context = coordinator.access.key, zmq.Context()
-    router = context.socket(zmq.ROUTER)
+    guard(context, key)
+    router = guarded(context)
     port = router.bind_to_random_port("tcp://127.0.0.1")
     coordinator.planner.heard("s0", f"tcp://127.0.0.1:{port}", time.monotonic())
     coordinator.planner.heard("s1", "an address that does not exist", time.monotonic())

@@ -18,6 +18,7 @@ from dlrover_py.ps import messages as m
 from dlrover_py.ps import specs
 from dlrover_py.ps.cluster_map import ClusterMap, CutPlace
 from dlrover_py.ps.coordinator import CHECK_S, DOUBT_S, Coordinator
+from dlrover_py.ps.door import connect
 from dlrover_py.ps.map_store import MapFile
 from dlrover_py.ps.planner import Planner, PlanRules
 from dlrover_py.ps.server import ParameterServer
@@ -48,8 +49,7 @@ def coordinator(folder: Path, listener: socket.socket) -> Iterator[Coordinator]:
 def program(access: Any) -> Iterator[Any]:
     """Connect as a server or a worker; yield a call that sends a message and returns the map."""
     context = zmq.Context()
-    dealer = context.socket(zmq.DEALER)
-    dealer.connect(access.address)
+    dealer = connect(context, access.address, access.key)
 
     def ask(by: Coordinator, message: Any, now: float | None = None) -> ClusterMap:
         again = 0.0
@@ -250,8 +250,7 @@ def test_one_who_could_not_be_heard_was_not_silent(tmp_path: Path, listener: soc
     ) as made:
         dealers = {}
         for name in ("a", "b", "c", "ps0"):
-            dealers[name] = context.socket(zmq.DEALER)
-            dealers[name].connect(made.access.address)
+            dealers[name] = connect(context, made.access.address, made.access.key)
 
         def say(name: str, message: Any, now: float) -> None:
             send(dealers[name], message, [], made.access.key)
@@ -298,8 +297,7 @@ def test_all_messages_are_heard_while_the_map_cannot_be_stored(
         ask(made, m.WatchMap(-1))
         (tmp_path / "map.new").mkdir()
         context = zmq.Context()
-        dealer = context.socket(zmq.DEALER)
-        dealer.connect(made.access.address)
+        dealer = connect(context, made.access.address, made.access.key)
         for name in "abc":
             send(dealer, m.JoinClient(name, "call"), [], made.access.key)
         deadline = time.monotonic() + 30
@@ -314,8 +312,7 @@ def test_a_server_with_a_newer_map_is_refused(tmp_path: Path, listener: socket.s
     """The stored map was deleted while there was no coordinator: the rows belong to another one."""
     with coordinator(tmp_path, listener) as made:
         context = zmq.Context()
-        dealer = context.socket(zmq.DEALER)
-        dealer.connect(made.access.address)
+        dealer = connect(context, made.access.address, made.access.key)
         try:
             send(dealer, m.Alive("ps0", "tcp://ps0", 57), [], made.access.key)
             assert made.socket.poll(30_000)
@@ -363,8 +360,7 @@ def test_who_cannot_reach_the_next_coordinator_at_once_is_not_taken_for_dead(
     with closing(
         Coordinator("job", "t", MapFile(tmp_path / "map"), rules, 100.0, listener=listener)
     ) as made:
-        dealer = context.socket(zmq.DEALER)
-        dealer.connect(made.access.address)
+        dealer = connect(context, made.access.address, made.access.key)
         try:
             now = serve_turns(made, 100.0, 60.0)  # nobody can reach it yet
             send(dealer, m.Alive("ps0", "tcp://ps0", 0), [], made.access.key)
@@ -465,8 +461,7 @@ def test_a_coordinator_that_reaches_its_store_again_takes_connections_again(
 def test_steps_are_refused_if_each_would_write_too_large_a_map(listener: socket.socket) -> None:
     store, context = SharedStore([], []), zmq.Context()
     with closing(Coordinator("job", "t", store, RULES, 100.0, listener=listener)) as made:
-        dealer = context.socket(zmq.DEALER)
-        dealer.connect(made.access.address)
+        dealer = connect(context, made.access.address, made.access.key)
         try:
             send(dealer, m.UseConsistency(specs.sync()), [], made.access.key)
             assert made.socket.poll(30_000)
@@ -488,8 +483,7 @@ def test_what_servers_count_moves_buckets(tmp_path: Path, listener: socket.socke
         busy = [i for i, one in enumerate(known.placements) if one.primary == "ps0"]
         assert len(busy) == 2
         context = zmq.Context()
-        dealer = context.socket(zmq.DEALER)
-        dealer.connect(made.access.address)
+        dealer = connect(context, made.access.address, made.access.key)
         now = time.monotonic()
         try:
             for _ in range(20):

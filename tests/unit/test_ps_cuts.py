@@ -34,6 +34,7 @@ from dlrover_py.ps.client import PsClient
 from dlrover_py.ps.cluster_map import ClusterMap, CutPlace, Placement
 from dlrover_py.ps.coordinator import Coordinator
 from dlrover_py.ps.cuts import DOCUMENT, CutDirectory, CutFile, SavedCut
+from dlrover_py.ps.door import connect
 from dlrover_py.ps.export import export
 from dlrover_py.ps.hashing import bucket_of, salt_of
 from dlrover_py.ps.map_store import MapFile
@@ -370,8 +371,7 @@ def coordinator_of_one(folder: Path, cuts: Path) -> Iterator[tuple[Coordinator, 
     with closing(made) as one:
         one.planner.heard("s0", "tcp://127.0.0.1:1", 0.0)
         incarnation = one.planner.join("a", "call")
-        line = context.socket(zmq.DEALER)
-        line.connect(one.access.address)
+        line = connect(context, one.access.address, one.access.key)
         yield one, incarnation, line
         context.destroy(linger=0)
 

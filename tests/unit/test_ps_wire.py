@@ -1,6 +1,8 @@
 """Messages of the parameter server: what is sent arrives, and what is wrong is refused in words."""
 
+import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from dlrover_py.ps import specs, wire
 from dlrover_py.ps.client import PsClient
 from dlrover_py.ps.cluster_map import ClusterMap, Placement
 from dlrover_py.ps.connections import Connections
+from dlrover_py.ps.door import FRAME_BYTES, connect, guard, guarded, new_context, refusals, visitor
 from dlrover_py.ps.settings import Settings, read_access, write_access
 from dlrover_py.ps.specs import TableSpec
 from dlrover_py.ps.wire import JobAccess, UnprovenError, WireError
@@ -61,10 +64,10 @@ def changed(frames: list[bytes], at: int, replacement: bytes) -> list[bytes]:
 
 GOOD = sent(PUSH, [("t", [IDS, GRADS])])
 OTHER_JOB = JobAccess("other", "tcp://x", "token").key
-NEXT_VERSION = GOOD[0][:4] + b"\x06" + GOOD[0][5:]
+NEXT_VERSION = GOOD[0][:4] + b"\x07" + GOOD[0][5:]
 WRONG = [
     (sent(PUSH, [], OTHER_JOB), "another job"),
-    (changed(GOOD, 0, NEXT_VERSION), "expected version 5 .* found 6"),
+    (changed(GOOD, 0, NEXT_VERSION), "expected version 6 .* found 7"),
     (changed(GOOD, 0, b"HTTP" + GOOD[0][4:]), "DLRover-Py's"),
     (changed(GOOD, 2, GOOD[2][:-1] + b"\xff"), "damaged"),
     (changed(GOOD, 1, GOOD[1][:-1]), "damaged"),
@@ -132,13 +135,12 @@ def total(worker: PsClient) -> float:
 
 
 def test_a_server_applies_nothing_of_what_it_refuses(access: JobAccess) -> None:
-    with client(access) as worker, zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+    with client(access) as worker, zmq.Context() as context:
         worker.create(TABLE)
         worker.push({"t": (IDS, -GRADS)}).result()
         before = total(worker)
         placement = worker.map.placements[0]
-        socket.linger = 0
-        socket.connect(worker.map.servers[placement.primary])
+        socket = connect(context, worker.map.servers[placement.primary], access.key)
         for frames, _ in WRONG[:-2]:  # the next answer is that to a later message
             socket.send_multipart(frames)
         buckets = tuple(range(8))
@@ -161,6 +163,7 @@ def test_a_server_applies_nothing_of_what_it_refuses(access: JobAccess) -> None:
             answer, _ = wire.decode(socket.recv_multipart(), access.key)
             assert answer.reason is m.RefusalReason.INVALID
         assert total(worker) == before
+        socket.close()
 
 
 def test_a_worker_is_refused_before_it_sends(access: JobAccess) -> None:
@@ -195,9 +198,7 @@ def test_a_stranger_gets_nothing_that_proves_anything(access: JobAccess) -> None
     with client(access) as worker, zmq.Context() as context:
         addresses = [access.address, *worker.map.servers.values()]
         for address in addresses:
-            with context.socket(zmq.DEALER) as stranger:
-                stranger.linger = 0
-                stranger.connect(address)
+            with connect(context, address, access.key) as stranger:  # it has learned the password
                 for frames in ([b"x"], [b"", b""], *(frames for frames, _ in WRONG[:-2])):
                     stranger.send_multipart(frames)
                 # Only the coordinator answers strangers: its answer to a program of the job is the
@@ -217,8 +218,8 @@ def test_a_stranger_gets_nothing_that_proves_anything(access: JobAccess) -> None
 
 def test_a_program_at_the_address_of_a_dead_server_learns_and_ends_nothing() -> None:
     lines = Connections("tcp://127.0.0.1:1", KEY)
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as rogue:
-        rogue.linger = 0
+    with zmq.Context() as context, guarded(context) as rogue:
+        guard(context, KEY)
         port = rogue.bind_to_random_port("tcp://127.0.0.1")
         lines.send("s0", f"tcp://127.0.0.1:{port}", PUSH, [("t", [IDS, GRADS])])
         assert rogue.poll(20_000)
@@ -261,8 +262,7 @@ def test_strangers_fill_no_log(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     with servers(tmp_path, 1, 1) as access, client(access) as worker:
         address = worker.map.servers["s0"]
         context = zmq.Context()
-        stranger = context.socket(zmq.DEALER)
-        stranger.connect(address)
+        stranger = connect(context, address, access.key)
         for _ in range(50):
             stranger.send_multipart(sent(PUSH, []))
         stranger.send_multipart(sent(m.Pull(0, 1, (99,), {}), [], access.key))
@@ -280,3 +280,74 @@ def test_a_bucket_with_pushes_of_many_workers_that_wait_fits_into_a_message() ->
     assert len(arrays) == len(payload)
     with pytest.raises(ConfigError, match="arrays: expected at most"):
         wire.encode(PUSH, [("t", [one] * (wire.MAX_ARRAYS + 1))], KEY)
+
+
+def test_an_array_larger_than_a_frame_arrives() -> None:
+    big = np.arange(FRAME_BYTES // 8 + 1)
+    frames = wire.encode(PUSH, [("t", [IDS, big, IDS])], KEY)
+    assert max(len(frame) for frame in frames) == FRAME_BYTES
+    _, [(_, arrays)] = wire.decode(frames, KEY)
+    assert [len(one) for one in arrays] == [20, len(big), 20]
+    assert (arrays[1] == big).all()
+    assert not arrays[1].flags.writeable
+    cut_off = wire.proof(frames[0][:8], [*frames[1:3]], KEY)
+    with pytest.raises(WireError, match="has 0 bytes"):
+        wire.decode([frames[0][:8] + cut_off, *frames[1:3]], KEY)
+
+
+def greeting(mechanism: bytes) -> bytes:
+    """The first bytes of a connection in ZeroMQ's protocol (RFC 23)."""
+    return b"\xff" + bytes(8) + b"\x7f\x03\x00" + mechanism.ljust(20, b"\0") + bytes(32)
+
+
+def command(content: bytes) -> bytes:
+    return b"\x04" + bytes([len(content)]) + content
+
+
+STRANGERS = {
+    "no password": greeting(b"NULL") + command(b"\x05READY"),
+    "a wrong password": greeting(b"PLAIN") + command(b"\x05HELLO\x01u\x01p"),
+    "a password without an end": greeting(b"PLAIN") + b"\x06" + (1 << 40).to_bytes(8, "big"),
+}
+
+
+@pytest.mark.parametrize("first", STRANGERS.values(), ids=STRANGERS)
+def test_a_message_of_a_stranger_that_never_ends_is_not_kept(
+    access: JobAccess, first: bytes
+) -> None:
+    """Whoever reached a port could fill the memory with it."""
+    part = b"\x03" + (1 << 20).to_bytes(8, "big") + bytes(1 << 20)  # more frames follow
+    with client(access) as worker:
+        for address in (access.address, *worker.map.servers.values()):
+            host, port = address.removeprefix("tcp://").rsplit(":", 1)
+            taken = 0
+            line = socket.create_connection((host, int(port)), 20)
+            with line, suppress(ConnectionError):
+                line.sendall(first)
+                while taken < 4 * FRAME_BYTES:
+                    line.sendall(part)
+                    taken += len(part)
+            assert taken < FRAME_BYTES, "what the kernel keeps, and what came with the greeting"
+        worker.create(TABLE)
+        assert total(worker) == 0
+
+
+def test_nothing_of_many_connections_of_strangers_comes_in() -> None:
+    with zmq.Context() as context, guarded(context) as inbox, new_context() as theirs:
+        guard(context, KEY)
+        port = inbox.bind_to_random_port("tcp://127.0.0.1")
+        address = f"tcp://127.0.0.1:{port}"
+        lines = [visitor(theirs, OTHER_JOB) for _ in range(100)]
+        watched = [refusals(line) for line in lines]
+        for line in lines:
+            line.connect(address)
+            with suppress(zmq.Again):  # a refused connection has no queue
+                for _ in range(100):
+                    line.send_multipart(GOOD, zmq.NOBLOCK)
+        assert all(refused.poll(20_000) for refused in watched)
+        with connect(theirs, address, KEY) as member:
+            member.send_multipart(GOOD)
+            assert inbox.poll(20_000)
+            assert inbox.recv_multipart()[1:] == GOOD
+            assert not inbox.poll(0)
+        theirs.destroy(linger=0)

@@ -23,6 +23,7 @@ from dlrover_py.protocol.agents import (
 from dlrover_py.protocol.persister import (
     CancelWrite,
     KeepRules,
+    WatchLease,
     WriteReply,
 )
 from dlrover_py.protocol.workers import CheckpointTarget
@@ -291,6 +292,26 @@ async def test_the_grant_goes_to_the_order_it_is_for(tmp_path: Path, attempt: st
     assert (sent[0].dir, sent[0].keep, sent[-1].term) == ("/x", keep, 7)
     desk.saver.assigned(Assignment(**FACTS))
     assert isinstance(sent[-1], CancelWrite)
+    await desk.saver.close()
+
+
+async def test_the_lease_is_watched_from_the_first_checkpoint_on(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    sent: list[Any] = []
+    starts = iter([True, False, False, True])
+    desk.saver.persister.start = lambda: next(starts)  # type: ignore[method-assign]
+    desk.saver.persister.say = lambda document, *, start=True: sent.append(document)  # type: ignore[method-assign]
+    desk.saver.staged(0, 1)
+    assert not sent, "no directory is known"
+    desk.saver.stores(CheckpointTarget(dir="/x", keep={}))
+    for step in (2, 3):
+        desk.saver.staged(0, step)
+    assert sent == [WatchLease(dir="/x", job=JOB)], "once"
+    desk.saver.stores(CheckpointTarget(dir="/y", keep={}))
+    desk.saver.staged(0, 4)
+    assert sent[1:] == [WatchLease(dir="/y", job=JOB)], "of the directory that counts"
+    desk.saver.staged(0, 5)
+    assert sent[2:] == [WatchLease(dir="/y", job=JOB)], "another process has seen nothing yet"
     await desk.saver.close()
 
 

@@ -12,6 +12,7 @@ from dlrover_py.master.servers import ServerMap, ServerPlace
 from dlrover_py.protocol.errors import TransientError
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.ps import messages as m
+from dlrover_py.ps.door import connect
 from dlrover_py.ps.settings import read_access
 from dlrover_py.ps.wire import decode, send
 from tests.builders import job_file
@@ -57,8 +58,7 @@ async def test_a_store_that_wants_to_be_left_alone_is_left_alone(tmp_path: Path)
         await servers.open(ElasticJob.parse(found))
         running = asyncio.create_task(servers.run(lambda _: None))
         access = read_access(tmp_path / "access")
-        dealer = context.socket(zmq.DEALER)
-        dealer.connect(access.address)
+        dealer = connect(context, access.address, access.key)
         try:
             send(dealer, m.WatchMap(-1), [], access.key)
             assert await asyncio.to_thread(dealer.poll, 30_000)

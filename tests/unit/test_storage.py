@@ -916,6 +916,38 @@ def test_a_claim_of_another_host_that_is_renewed_holds(tmp_path: Path) -> None:
         clock.now += LEASE_S - 1
 
 
+def test_a_claim_that_was_watched_lapses_from_the_first_look_on(tmp_path: Path) -> None:
+    """A run that was shorter than the lease of a killed one looked at its end only."""
+    clock = Clock()
+    mine = CheckpointDirectory(tmp_path, clock=clock)
+    assert not mine.watch_lease(ONE.job), "nobody has it"
+    elsewhere(CheckpointDirectory(tmp_path), 1)
+    assert mine.watch_lease(ONE.job)
+    clock.now += LEASE_S - 1
+    assert mine.watch_lease(ONE.job)
+    with pytest.raises(DirectoryClaimedError):
+        mine.acquire_lease(ONE)
+    clock.now += 2
+    assert mine.watch_lease(ONE.job), "to watch takes nothing"
+    mine.acquire_lease(ONE)
+    assert not mine.watch_lease(ONE.job)
+
+
+def test_a_claim_that_was_watched_while_it_was_renewed_may_still_lapse(tmp_path: Path) -> None:
+    """An attempt fails at once for a holder that lives, but waits for one that may be dead."""
+    clock = Clock()
+    mine = CheckpointDirectory(tmp_path, clock=clock)
+    for beat in range(3):
+        elsewhere(CheckpointDirectory(tmp_path), beat)
+        assert mine.watch_lease(ONE.job)
+        clock.now += LEASE_S - 1
+    with pytest.raises(DirectoryClaimedError) as told:
+        mine.acquire_lease(ONE)
+    assert not told.value.is_alive
+    clock.now += 2
+    mine.acquire_lease(ONE)
+
+
 def away(place: Path, host: str = "another") -> None:
     """Whoever has the claim does not run on this host."""
     claim = json.loads((place / LEASE_FILE).read_bytes()) | {"host": host}

@@ -1,16 +1,23 @@
 """What an attempt to store a checkpoint says while it waits for the writer lease."""
 
 import json
+import queue
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from dlrover_py.checkpoint.directory import LEASE_FILE, CheckpointDirectory, DirectoryOwner
-from dlrover_py.checkpoint.writer import WriteAttempt
+from dlrover_py.checkpoint.directory import (
+    LEASE_FILE,
+    LEASE_S,
+    CheckpointDirectory,
+    DirectoryOwner,
+)
+from dlrover_py.checkpoint.writer import PersisterProcess, WriteAttempt
 from dlrover_py.protocol.agents import PersistPhase
-from dlrover_py.protocol.persister import WriteReply
+from dlrover_py.protocol.persister import WatchLease, WriteReply
 from tests.slots import JOB, full, order, raw, stage
 
 
@@ -56,3 +63,46 @@ def test_a_wait_for_the_lease_is_a_reason_once_and_until_it_ends(
     before, waits, after = (one.why for one in said if one.phase is PersistPhase.WRITING)
     assert "waits for the end of its lease" in waits
     assert before == after == ""
+
+
+class Clock:
+    """A clock that the test sets; it notes that it was read."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.was_read = threading.Event()
+
+    def __call__(self) -> float:
+        self.was_read.set()
+        return self.now
+
+
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
+def test_a_lease_that_was_watched_before_the_first_write_has_expired_by_then(
+    tmp_path: Path,
+) -> None:
+    """The wait of 20 s for the lease of a killed run began at the end of a short one."""
+    place = tmp_path / "ckpt"
+    place.mkdir()
+    CheckpointDirectory(place).acquire_lease(DirectoryOwner("another-job"), "a1")
+    lease = json.loads((place / LEASE_FILE).read_bytes()) | {"host": "another"}
+    (place / LEASE_FILE).write_text(json.dumps(lease))
+    stage(tmp_path / "arena/0.0", [(full("w", (4,)), raw(torch.ones(4)))], step=7)
+    said: queue.SimpleQueue[WriteReply] = queue.SimpleQueue()
+    clock = Clock()
+    persister = PersisterProcess(said.put, clock=clock)
+    persister.take(WatchLease(dir=str(place), job=JOB))
+    assert clock.was_read.wait(30)
+    clock.now += LEASE_S + 1
+    persister.take(
+        order(tmp_path / "arena", place, "0123456789ab", node="n1", writers=("n1",), grant=3)
+    )
+    replies = [said.get(timeout=60)]
+    while replies[-1].phase is PersistPhase.WRITING:
+        replies.append(said.get(timeout=60))
+    persister.close()
+    assert [(reply.phase, reply.why) for reply in replies] == [
+        (PersistPhase.WRITING, ""),
+        (PersistPhase.DONE, ""),
+    ]
+    assert not (place / LEASE_FILE).exists(), "it was given back"

@@ -56,6 +56,7 @@ from dlrover_py.protocol.persister import (
     CancelWrite,
     CommitGrant,
     KeepRules,
+    WatchLease,
     WriteReply,
     WriteRequest,
     read_line,
@@ -169,6 +170,7 @@ class Saver:
         self._alone = False
         """Whether this node stores by itself, whatever a late answer of the master says."""
         self._written_step = -1
+        self._watched_dir = ""
         """Newest step of which this node has written its part to storage; -1 if there is none."""
         self._policy: CheckpointSpec | None = None
         """``checkpoint:`` in the job's spec; None if it has none."""
@@ -511,10 +513,14 @@ class Saver:
     def _start_persister(self) -> None:
         """Start the persister early, because at a drain there is no time to import torch.
 
-        The method does nothing while no directory is known.
+        It also looks at the writer lease early: at a drain there may be no time until the lease of
+        a killed job expires. The method does nothing while no directory is known.
         """
-        if self._dir:
-            self._persister.start()
+        if not (where := self._dir):
+            return
+        if self._persister.start() or where != self._watched_dir:
+            self._watched_dir = where
+            self._persister.say(WatchLease(dir=where, job=self._node.job), start=False)
 
     def _on_reply(self, answer: WriteReply) -> None:
         """Take a reply of the persister into the next report, log it, and ask for that report.
@@ -683,18 +689,22 @@ class PersisterClient:
         self.trouble = ""
         """Why the process does not run; empty if all is well."""
 
-    def start(self) -> None:
+    def start(self) -> bool:
         """Begin to start the process in a task, unless it runs or is being started.
 
         After deaths in a row, the start is delayed by ``RESTART_DELAYS_S``. After :meth:`close`
         nothing happens.
+
+        Returns:
+            Whether a start was begun.
         """
         if self._closing or (self._task is not None and not self._task.done()):
-            return
+            return False
         self._task = asyncio.create_task(self._run())
+        return True
 
     def say(
-        self, document: WriteRequest | CommitGrant | CancelWrite, *, start: bool = True
+        self, document: WriteRequest | CommitGrant | CancelWrite | WatchLease, *, start: bool = True
     ) -> None:
         """Send a document to the process, or queue it until the process has started.
 

@@ -1,0 +1,145 @@
+"""The door of a port of the parameter server: no message of a stranger comes in.
+
+ZeroMQ keeps the messages of a connection until they are read, and a message may have any number of
+frames. So a program that knows nothing of the job could fill the memory. Therefore a connection
+must give a password first, by ZeroMQ's mechanism PLAIN (RFC 24). ZeroMQ asks a thread whether it is
+right (ZAP, RFC 27), and ends the connection otherwise.
+
+The password is made from the job's key. A program at the address of a dead server learns it, but
+not the key: so it opens doors only, and each message still needs its own proof
+(:mod:`dlrover_py.ps.wire`).
+"""
+
+import hashlib
+import hmac
+import logging
+import threading
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from dlrover_py import telemetry
+
+FRAME_BYTES = 32 << 20
+"""Largest frame of a message. A stranger can send one for each connection before its password."""
+BEAT_MS, SILENCE_MS, CONNECT_MS = 1000, 5000, 3000
+"""Milliseconds between two signs of life on a connection, until a silent connection is made again,
+and of an attempt to connect. A Pod that was removed sends nothing that ends its connections."""
+_REFUSED = zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+_ASKED = "inproc://zeromq.zap.01"
+_LOG = logging.getLogger(__name__)
+_LOG.addFilter(telemetry.RepeatFilter())
+
+
+def new_context(*, ipv6: bool = False) -> "zmq.Context[Any]":
+    """Return a context whose sockets notice by themselves that the other end is gone.
+
+    Args:
+        ipv6: Whether addresses may be of IPv6.
+    """
+    context: zmq.Context[Any] = zmq.Context()
+    context.setsockopt(zmq.HEARTBEAT_IVL, BEAT_MS)
+    context.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
+    context.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
+    context.setsockopt(zmq.HANDSHAKE_IVL, SILENCE_MS)  # the other end may not take connections
+    context.setsockopt(zmq.IPV6, int(ipv6))
+    return context
+
+
+def visitor(context: "zmq.Context[Any]", key: bytes) -> Any:
+    """Return a socket that gives the password, and is not connected yet.
+
+    ZeroMQ does not try again if the other end refuses the password.
+
+    Args:
+        context: Its context.
+        key: The key of the job.
+    """
+    socket = context.socket(zmq.DEALER)
+    socket.linger = 0
+    socket.plain_username = b"dlrover-ps"
+    socket.plain_password = _password(key)
+    return socket
+
+
+def connect(context: "zmq.Context[Any]", address: str, key: bytes) -> Any:
+    """Return a socket that connects to a server or to the coordinator.
+
+    Args:
+        context: Its context.
+        address: The address of the other end.
+        key: The key of the job.
+    """
+    socket = visitor(context, key)
+    socket.connect(address)
+    return socket
+
+
+def refusals(socket: Any) -> Any:
+    """Return a socket with a message for each time that the other end refuses a connection.
+
+    Args:
+        socket: A socket of :func:`visitor`, before it connects.
+    """
+    return socket.get_monitor_socket(_REFUSED)
+
+
+def is_refused(refused: Any) -> bool:
+    """Return whether the other end has refused a connection since the last call.
+
+    Args:
+        refused: A socket of :func:`refusals`.
+    """
+    found = False
+    while refused.poll(0):
+        recv_monitor_message(refused)
+        found = True
+    return found
+
+
+def guarded(context: "zmq.Context[Any]") -> Any:
+    """Return a socket for connections that give the password; :func:`guard` must have been called.
+
+    Args:
+        context: Its context.
+    """
+    socket = context.socket(zmq.ROUTER)
+    socket.linger = 0
+    socket.plain_server = True
+    socket.maxmsgsize = FRAME_BYTES  # whoever reaches it could fill the memory
+    return socket
+
+
+def guard(context: "zmq.Context[Any]", key: bytes) -> None:
+    """Start the thread that knows the password. It ends with the context.
+
+    Args:
+        context: The context, of which each thread closes its own sockets.
+        key: The key of the job.
+    """
+    asked: Any = zmq.Context.shadow(context).socket(zmq.REP)
+    asked.linger = 0
+    asked.bind(_ASKED)
+    password = _password(key)
+    threading.Thread(target=_answer, args=(asked, password), name="ps-door", daemon=True).start()
+
+
+def _answer(asked: Any, password: bytes) -> None:
+    """Answer whether passwords are right, until the context ends."""
+    try:
+        while True:
+            version, request, _, address, *_, given = asked.recv_multipart()
+            right = hmac.compare_digest(given, password)
+            if not right:
+                fields = {"from": address.decode(errors="replace")}
+                _LOG.warning("a program of another job was refused", extra={"fields": fields})
+            verdict = (b"200", b"OK") if right else (b"400", b"not a program of this job")
+            asked.send_multipart([version, request, *verdict, b"", b""])
+    except zmq.ContextTerminated:
+        asked.close()
+
+
+def _password(key: bytes) -> bytes:
+    hashed = hashlib.blake2b(key=key, digest_size=16, person=b"dlrover-ps-door")
+    return hashed.hexdigest().encode()
