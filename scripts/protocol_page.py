@@ -77,6 +77,7 @@ from dlrover_py.protocol import transfer as transfer_messages
 from dlrover_py.protocol import zygote as zygote_messages
 from dlrover_py.ps import messages as ps_messages
 from dlrover_py.ps import wire as ps_wire
+from dlrover_py.ps.door import FRAME_BYTES
 from scripts.reference import ROOT, Row, _plain, attribute_texts, code, filled, page, table
 
 WRITER = "dlrover_py/checkpoint/writer.py"
@@ -701,7 +702,7 @@ WIRES: tuple[Wire, ...] = (
         "each other. See [the parameter server](../parameter-server.md).",
         transport="TCP: ZeroMQ (DEALER to ROUTER).",
         framing="A prelude, a body in MessagePack, and the arrays of rows, in frames of at most "
-        f"{size(ps_wire.FRAME_BYTES)}.",
+        f"{size(FRAME_BYTES)}.",
         authentication="Before any message, a password made from the job's token (PLAIN); then "
         "each prelude proves that the sender knows the token.",
         version=f"{ps_wire.VERSION}, in the prelude. A message of another version is answered with "

@@ -22,13 +22,13 @@ def say(*more: object) -> None:
     print("torch._dynamo" in sys.modules, weight.tolist(), *more)
 
 
-@torch.compile(backend="eager")
+@torch.compile(backend="eager")  # type: ignore[untyped-decorator]
 def double(x: torch.Tensor) -> torch.Tensor:
     """Return the double."""
     return 2 * x
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def set_gradient(parameter: torch.nn.Parameter) -> None:
     """Set a gradient of ones."""
     parameter.grad = torch.ones(2)

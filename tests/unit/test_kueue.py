@@ -92,7 +92,7 @@ class World:
 
     def publish(self) -> None:
         """Have the master report how many nodes it wants."""
-        training = {"phase": "Running" if self.wanted else "Suspended", "desired": self.wanted}
+        training: Obj = {"phase": "Running" if self.wanted else "Suspended", "desired": self.wanted}
         training |= {"followedAllocation": (self.read or {}).get("since")}
         self.job.setdefault("status", {})["training"] = training
 
