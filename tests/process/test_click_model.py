@@ -12,7 +12,6 @@ import pytest
 
 from tests.process.harness import Place, carrying, eventually
 
-pytestmark = pytest.mark.whole_torch
 SCRIPT = Path(__file__).parents[2] / "examples" / "08-click-model" / "train.py"
 SAMPLES, BATCH = 40_000, 500
 STEPS = SAMPLES // BATCH

@@ -16,7 +16,7 @@ from dlrover_py.cli.jobfile import load
 from tests.process.harness import CALM, Job, Place, eventually, lines, members
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-pytestmark = [pytest.mark.timeout(600), pytest.mark.whole_torch]
+pytestmark = pytest.mark.timeout(600)
 
 
 @contextmanager

@@ -9,8 +9,6 @@ import pytest
 from dlrover_py.trainer.data.verify import verify
 from tests.process.harness import CALM, Place, eventually, job, lines, members
 
-pytestmark = pytest.mark.whole_torch
-
 PORTED = Path(__file__).parents[2] / "examples" / "ported"
 
 
