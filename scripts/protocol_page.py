@@ -277,7 +277,7 @@ PROCESSES: tuple[Process, ...] = (
         "ready.",
         noticed="Its agent immediately, which builds another. Workers and stores that it has "
         "forked are the agent's children, and go on.",
-        starters=("agent/dlrover_agent/warm/pool.py",),
+        starters=("agent/dlrover_agent/warm/zygote_start.py",),
     ),
     Process(
         name="helper forks of the zygote",
