@@ -76,43 +76,6 @@ def test_a_job_shrinks_for_another_and_grows_when_that_has_ended(place: Place) -
     assert json.loads(state.read_text())["phase"] == "Stopped"
 
 
-def said(job: Job, text: str) -> bool:
-    return any(line.startswith(text) for line in job.output)
-
-
-def test_jobs_of_a_call_that_was_killed_train_on_and_the_next_call_has_them(place: Place) -> None:
-    (place.folder / "jobs").mkdir()
-    shutil.copy(EXAMPLE / "train.py", place.folder)
-    put(place, "jobs/a.yaml", "jobs/a.yaml", 100_000)
-    put(place, "urgent.yaml", "jobs/urgent.yaml", 5)
-    with shared(place, "a") as job:
-        eventually(lambda: said(job, "[cluster] urgent has ended: "), "its end", within_s=120)
-        reached = step(job.until(lambda s: step(s) > 3 and s.nodes_in_round == 4, "four nodes"))
-        pid = job.snapshot().cluster_pid
-        job.process.kill()
-    (record,) = (place.folder / "state").glob(".shared-*.json")
-    assert list(json.loads(record.read_text())["jobs"]) == ["a"]
-    eventually(lambda: step(job.status()) > reached, "steps while no process allots hosts")
-    put(place, "urgent.yaml", "other.yaml", 20)
-    text = (place.folder / "other.yaml").read_text()
-    (place.folder / "jobs/other.yaml").write_text(text.replace("name: urgent", "name: other"))
-    with shared(place, "other") as other:
-        assert said(other, "[cluster] carries on with 1 job of an earlier call")
-        eventually(lambda: job.status().nodes_in_round == 2, "two nodes", within_s=120)
-        second = place.call("dlrover", "cluster", "run", "jobs")
-        assert second.returncode == 2
-        assert "another `dlrover cluster run` runs the jobs of this folder" in second.stderr
-        eventually(lambda: said(other, "[cluster] other has ended: "), "its end", within_s=120)
-        eventually(lambda: job.status().nodes_in_round == 4, "four nodes", within_s=120)
-        assert set(job.status().restarts) <= {"scale", "join"}, "nothing has died"
-        assert job.snapshot().cluster_pid == pid, "it was not started again"
-        assert other.stop() == 130
-    assert not said(other, "[urgent]"), "it had ended before"
-    assert not record.exists()
-    states = (place.folder / "state").glob("a@*/status.json")
-    assert [json.loads(state.read_text())["phase"] for state in states] == ["Stopped"]
-
-
 def test_files_that_cannot_be_used_are_refused_before_anything_starts(place: Place) -> None:
     (place.folder / "jobs").mkdir()
     done = place.call("dlrover", "cluster", "run", "jobs")

@@ -184,18 +184,3 @@ def test_jobs_that_share_hosts_are_regular_files(tmp_path: Path) -> None:
     (tmp_path / "e.yaml").symlink_to("/dev/zero")
     shared = SharedCluster(tmp_path, Settings(tmp_path, tmp_path, {}), 1)
     assert [path.name for path in shared.files()] == ["a.yaml", "b.yaml"]
-
-
-@pytest.mark.parametrize("text", ["", "{}", '{"jobs": {"a": 1}}', "[", '{"jobs": {"a": {}}}'])
-def test_a_record_that_cannot_be_used_is_none(tmp_path: Path, text: str) -> None:
-    settings = Settings(tmp_path / "run", tmp_path / "state", {})
-    shared, other = (SharedCluster(tmp_path / name, settings, 1) for name in ("jobs", "more"))
-    with shared.locked():
-        assert shared.left_behind() is None
-        (lock,) = (tmp_path / "state").iterdir()
-        lock.with_suffix(".json").write_text(text)
-        assert shared.left_behind() is None
-        with other.locked(), pytest.raises(ConfigError, match="another `dlrover cluster run`"):
-            SharedCluster(tmp_path / "jobs", settings, 2).locked().__enter__()
-    with SharedCluster(tmp_path / "jobs", settings, 2).locked():
-        assert shared.left_behind() is None
