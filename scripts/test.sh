@@ -11,8 +11,9 @@
 #   bash scripts/test.sh .venv
 set -uo pipefail
 # A test that hangs in C code is not ended by its own timeout, as no signal handler of Python runs.
-pytest=(timeout --foreground --kill-after=60 3000
-    "$1/bin/pytest" -rfEs -p no:cacheprovider --durations=40 --durations-min=5)
+# Then all tests of the process end. No test may take so long.
+pytest=("$1/bin/pytest" -rfEs -p no:cacheprovider --durations=40 --durations-min=5
+    -o faulthandler_timeout=1800 -o faulthandler_exit_on_timeout=true)
 # The files that take longest come first.
 queue=(tests/process/test_{exact_data,flash,examples,membership}.py
     tests/process/test_{operator,replicas,conformance,reshard,dropin,persist}.py

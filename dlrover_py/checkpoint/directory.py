@@ -963,6 +963,69 @@ def _process_ended(held: WriterLease) -> bool | None:
     return not ProcessId(held.pid, held.started).alive
 
 
+class _ObservedLeases:
+    """How long the leases of this job and of another job were not renewed, as far as was seen."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """Observe nothing yet.
+
+        Args:
+            clock: a monotonic clock in seconds.
+        """
+        self._clock = clock
+        self._seen: dict[bool, tuple[bytes, float, bool]] = {}
+        """The lease of this job (key true) and that of another job (key false).
+
+        Each has its last contents, the time since when they are unchanged, and whether they have
+        ever changed.
+        """
+        self._watched: tuple[bytes, float, float] | None = None
+        """What `watch` saw of the other job's: contents, since when, and the time of its last look.
+        """
+
+    def watch(self, text: bytes) -> None:
+        """Note these contents of another job's lease, from which `unchanged` begins then."""
+        self._watched = text, self._watched_since(text), self._clock()
+
+    def end_watch(self) -> None:
+        """Forget what `watch` has noted."""
+        self._watched = None
+
+    def unchanged(self, text: bytes, lapse_s: float, *, own: bool) -> bool | None:
+        """Return whether a lease has not been renewed for a time; None while this is unknown.
+
+        Each call records what it saw. The result is None until the lease has changed once or the
+        time has passed since the first call, or since the first `watch`. After true, the
+        observation starts again.
+
+        Args:
+            text: present contents of the lease file.
+            lapse_s: the time in seconds.
+            own: whether it is the lease of this job.
+        """
+        now = self._clock()
+        since = now if own else self._watched_since(text)
+        seen, since, moved = self._seen.setdefault(own, (text, since, False))
+        if seen != text:  # a writer lives
+            self._seen[own] = text, now, True
+            return False
+        if now - since < lapse_s:
+            return False if moved else None
+        del self._seen[own]
+        self._watched = None
+        return True
+
+    def _watched_since(self, text: bytes) -> float:
+        """Return since when `watch` has seen these contents of another job's lease.
+
+        It is now if the last look is too long ago: while the store answered nobody, its owner could
+        not renew the lease either.
+        """
+        now = self._clock()
+        seen, since, looked = self._watched or (b"", now, now)
+        return since if seen == text and now - looked <= RENEW_FOR_OTHERS_S else now
+
+
 # --- Checkpoints ---
 
 
@@ -988,12 +1051,7 @@ class CheckpointDirectory:
         self._writer_id = secrets.token_hex(8)
         self._lease: WriterLease | None = None
         """The lease of this job as it was last seen; any writer of the job may have written it."""
-        self._observed: dict[bool, tuple[bytes, float, bool]] = {}
-        """Observed leases: of this job (key true) and of another job (key false).
-
-        Each has its last contents, the time since when they are unchanged, and whether they have
-        ever changed.
-        """
+        self._observed = _ObservedLeases(clock)
         self._tombstones: dict[str, float] = {}
         """Time at which the tombstone of a removed folder was first seen, by folder."""
         self._lock = threading.Lock()
@@ -1224,12 +1282,10 @@ class CheckpointDirectory:
         with self._lock:
             text = _read_lease(self.place)
             held = _decode_lease(text)
-            if text is None:
-                self._observed.pop(False, None)
             if self._lease is not None or text is None or (held is not None and held.job == job):
+                self._observed.end_watch()
                 return False
-            if self._observed.get(False, (None,))[0] != text:
-                self._observed[False] = text, self._clock(), False
+            self._observed.watch(text)
             return True
 
     def join(self, owner: DirectoryOwner) -> None:
@@ -1320,6 +1376,8 @@ class CheckpointDirectory:
             False if nothing was written: this object has no lease, another process renews or has
             just changed it, or the file holds no valid lease of the job any more.
         """
+        if self._lease is None:  # without the lock: a look at the lease may hold it for long
+            return False
         with self._lock:
             if self._lease is None:
                 return False
@@ -1333,7 +1391,10 @@ class CheckpointDirectory:
                 return False
             self._lease = held
             is_due = held.writer in (self._writer_id, "") or _process_ended(held)
-            if not is_due and self._unchanged(text, RENEW_FOR_OTHERS_S, own=True) is not True:
+            if (
+                not is_due
+                and self._observed.unchanged(text, RENEW_FOR_OTHERS_S, own=True) is not True
+            ):
                 return False
             self._lease = self._own(held)
             if _read_lease(self.place) != text:
@@ -1348,6 +1409,8 @@ class CheckpointDirectory:
         nodes of the job share stays without a writer, until another node renews it. Another job
         must wait until it has expired.
         """
+        if self._lease is None:
+            return
         with self._lock:
             held = _decode_lease(_read_lease(self.place)) if self._lease is not None else None
             if held is not None and held.writer == self._writer_id:
@@ -1361,8 +1424,8 @@ class CheckpointDirectory:
         """Return whether the writer of another job's lease lives; None while this is unknown.
 
         A process of this host is looked up. The answer depends on renewals that earlier calls have
-        seen (`_unchanged`) in three cases. The process runs on another host, it has ended but other
-        nodes share the lease, or the lease is not valid. The first call returns None then.
+        seen (`_ObservedLeases`) in three cases. The process runs on another host, it has ended but
+        other nodes share the lease, or the lease is not valid. The first call returns None then.
 
         Args:
             held: the lease; None if the document is not valid.
@@ -1372,29 +1435,10 @@ class CheckpointDirectory:
         if held is not None and gone is not None and not (gone and held.shared):
             return not gone
         left = held is not None and held.shared and not held.writer
-        unchanged = self._unchanged(text, RENEW_FOR_OTHERS_S if left else LEASE_S, own=False)
+        unchanged = self._observed.unchanged(
+            text, RENEW_FOR_OTHERS_S if left else LEASE_S, own=False
+        )
         return None if unchanged is None else not unchanged
-
-    def _unchanged(self, text: bytes, lapse_s: float, *, own: bool) -> bool | None:
-        """Return whether a lease has not been renewed for a time; None while this is unknown.
-
-        Each call records what it saw. The result is None until the lease has changed once or the
-        time has passed since the first call. After true, the observation starts again.
-
-        Args:
-            text: present contents of the lease file.
-            lapse_s: the time in seconds.
-            own: whether it is the lease of this job.
-        """
-        now = self._clock()
-        seen, since, moved = self._observed.setdefault(own, (text, now, False))
-        if seen != text:  # a writer lives
-            self._observed[own] = text, now, True
-            return False
-        if now - since < lapse_s:
-            return False if moved else None
-        del self._observed[own]
-        return True
 
     # --- Commit ---
 

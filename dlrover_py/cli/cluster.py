@@ -449,7 +449,8 @@ class ClusterJob:
             fields = f"involvedObject.kind=Pod,involvedObject.name={pod}"
             about = self._cluster.run(self._seen(EVENTS, notes, fields=fields))
         seen = job_view(self.obj, events, pods, where=self.where, notes=notes)
-        return dataclasses.replace(seen, new_hosts=new_hosts(pod, about))
+        since = unix_seconds(self.obj["metadata"].get("creationTimestamp")) or 0.0
+        return dataclasses.replace(seen, new_hosts=new_hosts(pod, about, since))
 
     def _fields(self) -> str:
         """Return the field selector of the job's events."""

@@ -1,8 +1,10 @@
 """``dlrover ps …``: run the servers of a parameter server, and export what they have saved."""
 
 import contextlib
+import math
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -178,7 +180,7 @@ def server() -> int:
 @click.option("--which", help="Step, or name of the folder. Default: the newest cut.")
 @click.option(
     "--every",
-    type=click.FloatRange(min=1),
+    type=click.FloatRange(1, 86_400),
     metavar="SECONDS",
     help="Look for a newer cut this often, and export it; end when interrupted.",
 )
@@ -206,21 +208,31 @@ def export(directory: str, out: Path, which: str | None, every: float | None) ->
     """
     with _libraries():
         from dlrover_py.ps.cuts import SavedCut
+        from dlrover_py.ps.export import check_name
     if every is not None and which is not None:
         raise ConfigError("--every exports the newest cut each time: expected no --which with it")
+    if every is not None and math.isnan(every):
+        raise ConfigError("--every is not a number: expected 1 to 86400 seconds")
+    check_name(out)
+
+    def named(cut: "SavedCut") -> Path:
+        """Return the path of the file with a cut."""
+        return out.with_name(out.name.replace("{step}", str(cut.place.step)))
+
     if every is None:
         cut = SavedCut.open(directory, which)
         if cut is None:
             raise ConfigError(f"{directory}: there is no cut of a parameter server")
-        _export(cut, out, replace=False)
+        _export(cut, named(cut), replace=False)
         return
+    # So a part of a file is removed when a Pod is stopped.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     exported, pause = "", threading.Event()
     while True:
         try:
             cut = SavedCut.open(directory)
             if cut is not None and cut.place.folder != exported:
-                named = out.name.replace("{step}", str(cut.place.step))
-                _export(cut, out.with_name(named), replace=True)
+                _export(cut, named(cut), replace=True)
                 exported = cut.place.folder
         except CheckpointError as error:  # a cut may go while it is read, when newer ones come
             click.echo(f"warning: {error}; the next try is in {every:g} s", err=True)

@@ -121,19 +121,25 @@ def waiting_pod(obj: Mapping[str, Any]) -> str:
     return ""
 
 
-def new_hosts(pod: str, events: Sequence[Mapping[str, Any]]) -> str:
+def new_hosts(pod: str, events: Sequence[Mapping[str, Any]], since: float) -> str:
     """Return what a program that makes hosts has last said of a Pod; empty if none has.
 
     Such programs are the cluster autoscaler of Kubernetes, and Karpenter.
 
     Args:
         pod: name of the Pod.
-        events: Kubernetes events about it.
+        events: Kubernetes events about a Pod of this name.
+        since: time in Unix seconds; older events are about the Pod of an earlier job.
     """
-    found = [event for event in events if _component(event) in MAKERS_OF_HOSTS]
-    if not found:
+    times = {
+        seen_at: event
+        for event in events
+        if _component(event) in MAKERS_OF_HOSTS
+        and (seen_at := unix_seconds(_seen_at(event)) or 0.0) >= since
+    }
+    if not times:
         return ""
-    last = max(found, key=lambda event: unix_seconds(_seen_at(event)) or 0.0)
+    last = times[max(times)]
     return f"{pod}: {_component(last)}: {last.get('reason') or ''}: {last.get('message') or ''}"
 
 

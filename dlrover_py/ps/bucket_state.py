@@ -68,6 +68,9 @@ class Data(Protocol):
             most_bytes: Bytes of a part, unless one row is larger.
         """
 
+    def use(self, buckets: Collection[int]) -> None:
+        """Count all rows of some buckets as used now."""
+
     def drop(self, buckets: Collection[int]) -> None:
         """Remove the rows of some buckets."""
 

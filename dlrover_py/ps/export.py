@@ -34,8 +34,7 @@ def export(cut: SavedCut, out: Path, *, replace: bool = False) -> None:
         ConfigError: The name has another end, the file exists, or a library is missing.
         CheckpointError: The cut is damaged, or the file cannot be written.
     """
-    if out.suffix not in EXTRAS:
-        raise ConfigError(f"{out}: expected a name that ends with {', '.join(EXTRAS)}")
+    check_name(out)
     if out.exists() and not replace:
         raise ConfigError(f"{out} exists already: choose another path, or remove it")
     try:
@@ -48,11 +47,27 @@ def export(cut: SavedCut, out: Path, *, replace: bool = False) -> None:
                 found = {name: torch.from_numpy(array) for name, array in _arrays(cut).items()}
                 torch.save(found, part)
             else:
+                from safetensors import SafetensorError
                 from safetensors.numpy import save_file
 
-                save_file(_arrays(cut), part)
+                try:
+                    save_file(_arrays(cut), part)
+                except SafetensorError as error:  # such as a full disk
+                    raise CheckpointError(f"{out}: {error}") from error
     except OSError as error:
         raise CheckpointError(f"{out}: {error.strerror or error}") from error
+    except RuntimeError as error:  # of torch, such as a full disk
+        raise CheckpointError(f"{out}: {error}") from error
+
+
+def check_name(out: Path) -> None:
+    """Check that the end of a file's name says a form.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    if out.suffix not in EXTRAS:
+        raise ConfigError(f"{out}: expected a name that ends with {', '.join(EXTRAS)}")
 
 
 @contextmanager

@@ -187,7 +187,7 @@ class Replica:
         self._data.add(new.tables)
         if not self._buckets:
             self._buckets = [_Bucket(bucket) for bucket in range(len(new.placements))]
-        dropped = []
+        dropped, led = [], []
         refused: dict[tuple[Route, int], list[int]] = defaultdict(list)
         for bucket, (state, placement) in enumerate(
             zip(self._buckets, new.placements, strict=True)
@@ -202,6 +202,7 @@ class Replica:
             if placement.primary == self.server and not placement.loading:
                 self._incoming.abandon(state)
                 stays = _lead(state, placement, before, now)
+                led += [] if stays else [bucket]
                 self._outgoing.set_followers(bucket, state.followers, anew=not stays)
             else:
                 for _, route, seq in state.waiting:
@@ -212,10 +213,9 @@ class Replica:
                 gone = placement.loading or self.server not in placement.members
                 if gone and state.version:
                     dropped.append(bucket)
-        if dropped:
-            self._data.drop(dropped)
-        for bucket in dropped:
-            state = self._buckets[bucket]
+        self._data.use(led)  # only the primary before knows which of their rows were read
+        self._data.drop(dropped)
+        for state in [self._buckets[bucket] for bucket in dropped]:
             self._incoming.abandon(state)
             state.last_term = state.version = 0
             state.clients, state.stepping = {}, {}

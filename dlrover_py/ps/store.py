@@ -205,6 +205,21 @@ class Table:
         """Return the row numbers of all rows of a bucket."""
         return np.flatnonzero(self._of.array[: self._end] == bucket)
 
+    def use(self, buckets: Array, now: float) -> None:
+        """Count all rows of some buckets as used, for ``max_rows`` and ``ttl_s``.
+
+        Args:
+            buckets: Whether a bucket is one of them, bool ``[buckets]``.
+            now: The time in seconds.
+        """
+        if self._limit or self._ttl_s:
+            of = self._of.array[: self._end]
+            at = np.flatnonzero(buckets[of] & (of >= 0))
+            if self._limit:
+                self._used.array[at] = self._changes
+            if self._ttl_s:
+                self._used_at.array[at] = now
+
     def record(self, bucket: int, at: Ids) -> list[Array]:
         """Return the record of some rows.
 
@@ -519,9 +534,16 @@ class Store:
             found = [(name, table.record(bucket, at)) for name, table, at in group]
             yield found, number == len(groups) - 1
 
+    def use(self, buckets: Collection[int]) -> None:
+        """Count all rows of some buckets as used now."""
+        named = np.zeros(self.buckets, np.bool_)
+        named[list(buckets)] = True
+        for table in self.tables.values() if buckets else ():
+            table.use(named, self.now)
+
     def drop(self, buckets: Collection[int]) -> None:
         """Remove all rows of some buckets."""
-        for table in self.tables.values():
+        for table in self.tables.values() if buckets else ():
             table.drop(buckets)
 
     def select(self, payload: Payload, buckets: Collection[int]) -> Payload:

@@ -1,6 +1,6 @@
 """What the operator knows about a job: the facts that follow from its view (pure)."""
 
-from dlrover_operator.observed import MasterPod, Obj, ObservedJob
+from dlrover_operator.observed import MasterPod, Obj, ObservedJob, allots
 from dlrover_py.protocol import names
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import ElasticJob
@@ -43,10 +43,7 @@ class JobFacts:
         self.status: Obj = seen.job.get("status") or {}
         self.training: Obj = self.status.get("training") or {}
         self.conditions = {c["type"]: c for c in self.status.get("conditions") or ()}
-        self.has_our_allocation = any(
-            writer["manager"] == names.ALLOCATOR_MANAGER
-            for writer in self.meta.get("managedFields") or ()
-        )
+        self.has_our_allocation = any(map(allots, self.meta.get("managedFields") or ()))
         """Whether ``status.allocation`` is from an operator. Others may write it, too."""
         self.name = names.master_of(self.meta["name"])
         self.wake_times: list[float] = []

@@ -38,6 +38,7 @@ from dlrover_operator.observed import (
     ObservedJob,
     Service,
     WorkerPod,
+    lean_job,
 )
 from dlrover_operator.plan import JobPlan
 from dlrover_operator.queues import Queues
@@ -134,7 +135,7 @@ class _Parts(TypedDict):
 
 _OF_JOB = names.LABEL_JOB
 WATCHES = (
-    _Watch(kinds.ELASTICJOBS, "", lambda obj: _without_unused(obj)),
+    _Watch(kinds.ELASTICJOBS, "", lambda obj: lean_job(obj)),
     _Watch(kinds.SERVICES, _OF_JOB, Service.of),
     _Watch(kinds.DEPLOYMENTS, _OF_JOB, Deployment.of),
     _Watch(kinds.PODS, f"{names.LABEL_ROLE}={names.ROLE_MASTER}", MasterPod.of),
@@ -442,7 +443,7 @@ class Operator:
                     raise TransientError(
                         "the time of the API server is uncertain: its next answer may confirm it"
                     )
-                seen, now = replace(seen, job=_without_unused(job)), self._api.wall()
+                seen, now = replace(seen, job=lean_job(job)), self._api.wall()
                 job_plan = self._plan(seen, now)
             for action in job_plan.actions:
                 await self._do(key, seen.job, action)
@@ -635,7 +636,7 @@ class Operator:
                 status = {"allocation": granted} if granted else {}
                 there = await self._apply_status(key, uid, names.ALLOCATOR_MANAGER, status)
                 if granted:  # the next decision must know it, even before the watch tells
-                    self._keep(JOBS, _QueueItem(key, name, _without_unused(there)))
+                    self._keep(JOBS, _QueueItem(key, name, lean_job(there)))
             case actions.KeepPodGroup(kind, obj, existing):
                 await gangs.keep(api, kind, obj, existing)
             case actions.TellOfHosts(bad):
@@ -767,32 +768,6 @@ class _OperatorMetrics:
         for kind, items in held.items():
             cached.add_metric([kind.plural], sum(map(len, items.values())))
         yield cached
-
-
-def _without_unused(obj: Obj) -> Obj:
-    """Return a job without the parts that the operator does not use, to save memory.
-
-    There may be a thousand jobs in memory. Of each node only phase and host are kept, and of the
-    owners of fields only the allocator. The object itself is not changed.
-    """
-    meta = {k: v for k, v in obj["metadata"].items() if k != "managedFields"}
-    writers = obj["metadata"].get("managedFields") or ()
-    if ours := [w for w in writers if w["manager"] == names.ALLOCATOR_MANAGER]:
-        meta["managedFields"] = ours
-    status = obj.get("status") or {}
-    training = status.get("training")
-    if training:
-        kept = (
-            *("phase", "generation", "endedAt", "leftOut", "nodesInRound", "desired", "speed"),
-            *("hostFaults", "summary"),
-        )
-        lean = {k: training[k] for k in kept if k in training}
-        lean["nodes"] = [
-            {part: n[part] for part in ("phase", "host") if n.get(part)}
-            for n in training.get("nodes") or ()
-        ]
-        status = status | {"training": lean}
-    return obj | {"metadata": meta, "status": status}
 
 
 def _event(key: Key, job: Obj, action: actions.RecordEvent, now: str) -> Obj:

@@ -300,3 +300,40 @@ def job_of(meta: Obj) -> JobUid:
 def uid_of(job: Obj) -> JobUid:
     """Return the namespace and the uid of an ElasticJob."""
     return job["metadata"]["namespace"], job["metadata"]["uid"]
+
+
+def lean_job(obj: Obj) -> Obj:
+    """Return a job without the parts that the operator does not use, to save memory.
+
+    There may be a thousand jobs in memory. Of each node only phase and host are kept, and of the
+    owners of fields only the allocator. The object itself is not changed.
+    """
+    meta = {k: v for k, v in obj["metadata"].items() if k != "managedFields"}
+    writers = obj["metadata"].get("managedFields") or ()
+    if ours := [writer for writer in writers if allots(writer)]:
+        meta["managedFields"] = ours
+    status = obj.get("status") or {}
+    training = status.get("training")
+    if training:
+        kept = (
+            *("phase", "generation", "endedAt", "leftOut", "nodesInRound", "desired", "speed"),
+            *("hostFaults", "summary", "followedAllocation"),
+        )
+        lean = {k: training[k] for k in kept if k in training}
+        lean["nodes"] = [
+            {part: n[part] for part in ("phase", "host") if n.get(part)}
+            for n in training.get("nodes") or ()
+        ]
+        status = status | {"training": lean}
+    return obj | {"metadata": meta, "status": status}
+
+
+def allots(writer: Obj) -> bool:
+    """Return whether an entry of ``managedFields`` is of an operator that allots nodes to the job.
+
+    Anybody who may change the job can write the entries, in any form.
+    """
+    fields = writer.get("fieldsV1")
+    status = fields.get("f:status") if isinstance(fields, dict) else None
+    ours = writer.get("manager") == names.ALLOCATOR_MANAGER
+    return ours and isinstance(status, dict) and "f:allocation" in status

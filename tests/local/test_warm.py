@@ -1,6 +1,7 @@
 """What becomes of a zygote that is lost while it is built, or was started before its recipe."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -198,13 +199,38 @@ async def test_without_its_early_zygote_a_node_builds_a_usual_one(
     await node.close()
 
 
-async def test_an_early_zygote_ends_with_its_agent(
+async def test_what_an_early_zygote_imported_must_not_have_changed(
+    tmp_path: Path, second: tuple[str, str, str]
+) -> None:
+    """Its recipe names the files only later."""
+    node = Node(tmp_path, SLOW, BuildTiming(retry_pauses_s=(0.0,)), early=True)
+    first = await node.pid()
+
+    def imports() -> int:
+        with contextlib.suppress(OSError):  # nobody waits
+            return os.open(node.go, os.O_WRONLY | os.O_NONBLOCK)
+        return 0
+
+    writing = 0
+    async with asyncio.timeout(60):
+        while not (writing := imports()):
+            await asyncio.sleep(0.01)
+    (tmp_path / "slow_module.py").touch()
+    node.warm.adopt(ImportRecipe((node.line, second)))
+    await node.until(lambda: node.warm.ready)
+    os.close(writing)
+    assert await node.pid() != first
+    await node.close()
+
+
+async def test_an_early_zygote_ends_with_the_pool(
     tmp_path: Path, second: tuple[str, str, str]
 ) -> None:
     node = Node(tmp_path, SLOW, BuildTiming(), early=True)
     first = await node.pid()
     await node.close()
     assert not Path(f"/proc/{first}").exists()
+    assert not list(tmp_path.rglob("zygote-*.json")), "its files"
 
 
 LIKE_TORCH = """

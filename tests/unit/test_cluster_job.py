@@ -101,6 +101,10 @@ def test_a_command_that_does_not_join_is_trouble_until_a_round_is_formed(
     assert said == ([f"DoesNotJoin: {words}"] if told_of else [])
 
 
+FIRST = 1767225600.0
+"""The start of 2026, in Unix seconds."""
+
+
 def by(program: str, reason: str, at: int, *, new: bool = False) -> dict[str, Any]:
     source = {"reportingComponent": program} if new else {"source": {"component": program}}
     when = {"lastTimestamp": f"2026-01-01T00:00:{at:02}Z"}
@@ -120,10 +124,12 @@ def test_the_newest_words_of_a_program_that_makes_hosts_are_said() -> None:
         by("default-scheduler", "FailedScheduling", 3),
     ]
     said = "x-n3: cluster-autoscaler: TriggeredScaleUp: words of 2"
-    assert new_hosts("x-n3", events) == said
+    assert new_hosts("x-n3", events, 0.0) == said
+    assert new_hosts("x-n3", events, FIRST + 2) == said
+    assert new_hosts("x-n3", events, FIRST + 2.5) == "", "it was the Pod of an earlier job"
     events.append(by("karpenter", "Nominated", 4, new=True))
-    assert new_hosts("x-n3", events) == "x-n3: karpenter: Nominated: words of 4"
-    assert new_hosts("x-n3", events[2:3]) == new_hosts("x-n3", ()) == ""
+    assert new_hosts("x-n3", events, 0.0) == "x-n3: karpenter: Nominated: words of 4"
+    assert new_hosts("x-n3", events[2:3], 0.0) == new_hosts("x-n3", (), 0.0) == ""
 
 
 class Refusing:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from dlrover_operator import kueue
 from dlrover_operator.allotment import takes_part
 from dlrover_operator.kueue import Changes, Cluster, Flavor, PodUpdates, QueuedPod, Workload, decide
+from dlrover_operator.observed import lean_job
 from dlrover_operator.queues import Queues
 from dlrover_py.protocol import names
 from dlrover_py.protocol.job import ElasticJob
@@ -57,7 +58,7 @@ class World:
     def operate(self) -> Changes:
         """Decide once, and carry it out."""
         views = [QueuedPod(("default", "u-x"), place, True) for place in self.pods]
-        changes = decide(self.job, self.workloads.values(), views, self.cluster, self.now)
+        changes = decide(lean_job(self.job), self.workloads.values(), views, self.cluster, self.now)
         if changes.allocation is not None:
             written = changes.allocation.model_dump(by_alias=True)
             self.job.setdefault("status", {})["allocation"] = written

@@ -370,7 +370,7 @@ def test_no_room() -> None:
     obj["status"]["nominatedNodeName"] = "h1"
     assert seen(obj).message == (
         "0/3 nodes are available; "
-        "it gets a place on h1 once Pods of lower priority there have ended"
+        "it is to get a place on h1, if need be from Pods of lower priority"
     )
 
 

@@ -81,6 +81,23 @@ def test_rows_that_are_only_read_stay_too() -> None:
     assert not np.isin(hot, rows_of(store.tables["t"])[0]).any()
 
 
+def test_rows_of_a_bucket_that_gets_another_primary_are_used_then() -> None:
+    """Only the primary before knew which of them were read: what they had learnt went soon."""
+    store = Store(2)
+    store.add([spec(specs.keep(max_rows=1000, ttl_s=40.0))])
+    ids = np.arange(1000)
+    store.apply([("t", [ids, ones(1000)])], range(2))
+    store.now += 39.0
+    store.use([0])
+    store.now += 2.0
+    for new in np.arange(10_000, 10_400).reshape(4, 100):
+        store.now += 1.0
+        store.apply([("t", [new, ones(100)])], range(2))
+    led, other = (rows_of(store.tables["t"], bucket)[0] for bucket in range(2))
+    assert np.isin(led, ids).any()
+    assert not np.isin(other, ids).any()
+
+
 @given(
     st.lists(st.lists(st.integers(0, 60), min_size=1, max_size=20), max_size=25),
     st.integers(0, 40), st.integers(1, 3), st.sampled_from([0.0, 2.0, 8.0]),

@@ -922,12 +922,11 @@ def test_a_claim_that_was_watched_lapses_from_the_first_look_on(tmp_path: Path) 
     mine = CheckpointDirectory(tmp_path, clock=clock)
     assert not mine.watch_lease(ONE.job), "nobody has it"
     elsewhere(CheckpointDirectory(tmp_path), 1)
-    assert mine.watch_lease(ONE.job)
-    clock.now += LEASE_S - 1
-    assert mine.watch_lease(ONE.job)
-    with pytest.raises(DirectoryClaimedError):
-        mine.acquire_lease(ONE)
-    clock.now += 2
+    for _ in range(int(LEASE_S // RENEW_S) + 1):
+        assert mine.watch_lease(ONE.job)
+        clock.now += RENEW_S
+        with pytest.raises(DirectoryClaimedError):
+            CheckpointDirectory(tmp_path, clock=clock).acquire_lease(ONE)
     assert mine.watch_lease(ONE.job), "to watch takes nothing"
     mine.acquire_lease(ONE)
     assert not mine.watch_lease(ONE.job)
@@ -937,15 +936,42 @@ def test_a_claim_that_was_watched_while_it_was_renewed_may_still_lapse(tmp_path:
     """An attempt fails at once for a holder that lives, but waits for one that may be dead."""
     clock = Clock()
     mine = CheckpointDirectory(tmp_path, clock=clock)
-    for beat in range(3):
-        elsewhere(CheckpointDirectory(tmp_path), beat)
+    for look in range(9):
+        if look % 3 == 0:
+            elsewhere(CheckpointDirectory(tmp_path), look)
         assert mine.watch_lease(ONE.job)
-        clock.now += LEASE_S - 1
+        clock.now += RENEW_S
     with pytest.raises(DirectoryClaimedError) as told:
         mine.acquire_lease(ONE)
     assert not told.value.is_alive
-    clock.now += 2
+    clock.now += RENEW_S
     mine.acquire_lease(ONE)
+
+
+def test_what_was_not_looked_at_for_a_while_does_not_lapse(tmp_path: Path) -> None:
+    """While the store answered nobody, who has the claim could not renew it."""
+    clock = Clock()
+    mine = CheckpointDirectory(tmp_path, clock=clock)
+    elsewhere(CheckpointDirectory(tmp_path), 1)
+    assert mine.watch_lease(ONE.job)
+    clock.now += LEASE_S + 5
+    with pytest.raises(DirectoryClaimedError):
+        mine.acquire_lease(ONE)
+
+
+def test_a_renewal_that_is_seen_by_a_look_first_shows_an_attempt_that_a_writer_lives(
+    tmp_path: Path,
+) -> None:
+    """It waited for ten minutes if each renewal was seen by a look first."""
+    clock = Clock()
+    mine = CheckpointDirectory(tmp_path, clock=clock)
+    for beat in (1, 2):
+        elsewhere(CheckpointDirectory(tmp_path), beat)
+        assert mine.watch_lease(ONE.job)
+        with pytest.raises(DirectoryClaimedError) as told:
+            mine.acquire_lease(ONE)
+        clock.now += RENEW_S
+    assert told.value.is_alive
 
 
 def away(place: Path, host: str = "another") -> None:

@@ -170,8 +170,9 @@ class Saver:
         self._alone = False
         """Whether this node stores by itself, whatever a late answer of the master says."""
         self._written_step = -1
-        self._watched_dir = ""
         """Newest step of which this node has written its part to storage; -1 if there is none."""
+        self._watched_dir = ""
+        """Directory whose lease the persister was told to watch; empty if there was none."""
         self._policy: CheckpointSpec | None = None
         """``checkpoint:`` in the job's spec; None if it has none."""
         self._policy_text = ""

@@ -595,8 +595,7 @@ class WarmPool:
             self._kill_zygote(candidate)
             raise
         finally:
-            for file in (candidate.config, candidate.config.with_suffix(".whole.json")):
-                self._file_thread.post(functools.partial(_remove_file, file))
+            self.starter.remove_config(candidate)
         return candidate
 
     async def _wait(self, built: ZygoteProcess) -> None:
@@ -841,11 +840,6 @@ def _abandon_children(result: tuple[ForkAnswer, list[ForkedProcess]]) -> None:
     """Let children end that are no longer needed, by closing their control sockets."""
     for child in result[1]:
         child.control.close()
-
-
-def _remove_file(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        path.unlink(missing_ok=True)
 
 
 def _last_line(path: Path) -> str:

@@ -52,6 +52,8 @@ PROBE_S = 20.0
 _CUDA = "an import has initialised CUDA"
 CUDA_ASKED = f"a forked child: {_CUDA}"
 """The result of the test if an import has used CUDA, or has asked whether there are devices."""
+GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+"""Devices of which one is there if a machine has a driver for GPUs: NVIDIA, AMD, and WSL."""
 
 
 class ForkTarget(NamedTuple):
@@ -300,14 +302,18 @@ class Zygote:
         """Yield the recipe's lines; remember the files before the first of them is imported.
 
         If the agent knows only the first lines yet, wait for the rest when these are imported. The
-        process exits if the agent does not send it.
+        process exits if the agent does not send it, or if a file has changed that was imported
+        meanwhile: the recipe names it only now, so its state was not remembered.
         """
+        began = time.time()
         yield from self._with_files()
         if self._orders.more:
             try:
                 path, _ = receive(self._line)
                 self._orders = _read_orders(path)
             except (EOFError, OSError, ValueError):
+                os._exit(0)
+            if any(_changed_since(began, module) for module in list(sys.modules.values())):
                 os._exit(0)
             yield from self._with_files()
 
@@ -339,8 +345,8 @@ class Zygote:
         # Otherwise a child's garbage collector would write to every page, and so copy it.
         gc.freeze()
         fault = _probe()
-        if fault == CUDA_ASKED and not sys.modules["torch"].cuda.device_count():
-            fault = _probe(cuda=False)  # there is none: workers will find none either
+        if fault == CUDA_ASKED and not any(map(os.path.exists, GPU_DRIVERS)):
+            fault = _probe(cuda=False)  # workers will find no GPU either
         if not fault and threads_that_forbid_forks():
             fault = "threads that no module is known to have started survive a fork"
         return ZygoteFitness(fault, modules=len(sys.modules))
@@ -637,6 +643,14 @@ def _origin(module: ModuleType | None, default: str | None = None) -> str | None
     """Return where a module was found: its file, ``built-in`` or ``frozen``; else the default."""
     origin = getattr(getattr(module, "__spec__", None), "origin", default)
     return origin if isinstance(origin, str) else default
+
+
+def _changed_since(began: float, module: ModuleType) -> bool:
+    """Return whether the file of a module was written, or replaced, after a time (Unix seconds)."""
+    try:
+        return os.stat(_origin(module) or "").st_ctime > began
+    except OSError:  # it has no file
+        return False
 
 
 def _file_state(path: str) -> tuple[int, int] | None:

@@ -5,6 +5,8 @@ torch. So a zygote can import it meanwhile, and go on with the recipe later.
 """
 
 import asyncio
+import contextlib
+import functools
 import importlib.util
 import os
 import site
@@ -121,12 +123,18 @@ class ZygoteStarter:
         if early is not None:
             self._drop(early)
 
+    def remove_config(self, zygote: ZygoteProcess) -> None:
+        """Remove the configuration of a zygote, which has read it or was killed, in a thread."""
+        for file in (zygote.config, _whole(zygote)):
+            self._files.post(functools.partial(_remove_file, file))
+
     def _drop(self, early: "asyncio.Task[ZygoteProcess]") -> None:
         """Kill a zygote that was started early, or end its start."""
 
         def kill(start: "asyncio.Task[ZygoteProcess]") -> None:
             if not start.cancelled() and start.exception() is None:
                 self._kill(start.result())
+                self.remove_config(start.result())
 
         if early.done():
             kill(early)
@@ -148,7 +156,7 @@ class ZygoteStarter:
             zygote = await asyncio.shield(early)
             if may_begin_with(recipe, zygote.early):
                 # Another file: it may not have read the first one yet.
-                whole = zygote.config.with_suffix(".whole.json")
+                whole = _whole(zygote)
                 await self._files.run(lambda: self._write_config(whole, recipe), FILES_S)
                 message = os.fsencode(whole)
                 await self._line.run(lambda: send(zygote.line, message), SEND_S)
@@ -252,6 +260,16 @@ def _undo_start(found: ZygoteProcess) -> None:
     """Kill a zygote whose start was given up. Runs in the thread."""
     found.line.close()
     kill_and_reap(found.process)
+
+
+def _whole(zygote: ZygoteProcess) -> Path:
+    """Return the file with the configuration that an early zygote reads later."""
+    return zygote.config.with_suffix(".whole.json")
+
+
+def _remove_file(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def may_begin_with(recipe: Sequence[RecipeLine], module: str) -> bool:

@@ -635,7 +635,7 @@ def _problem(spec: Obj, status: Obj, conditions: Mapping[str, Obj]) -> Problem:
     if not spec.get("nodeName") and scheduled.get("status") == "False":
         message = scheduled.get("message") or scheduled.get("reason") or ""
         if host := status.get("nominatedNodeName"):
-            message += f"; it gets a place on {host} once Pods of lower priority there have ended"
+            message += f"; it is to get a place on {host}, if need be from Pods of lower priority"
         return ConditionType.UNSCHEDULABLE, message
     natives = native_sidecars(spec)
     main_runs = "running" in (main_status(spec, status).get("state") or {})
