@@ -99,12 +99,16 @@ def probe(place: Place, launcher: str, script: list[str], nproc: int = 2, **envi
     else:
         cold = ["--cold-start"] if launcher == "cold" else []
         argv = ["elastic-run", *common, *cold, *script]
-    if launcher == "warm":
-        warm_run(place, argv, env, "warm")
-    else:
-        done = place.call(*argv, env=env, stdin=subprocess.DEVNULL, timeout=600)
-        assert done.returncode == 0, done.stdout + done.stderr
-    found = [json.loads((out / f"{rank}.json").read_text()) for rank in range(nproc)]
+    # On a busy machine a start may not wait for its zygote until that is ready.
+    for _ in range(3 if launcher == "first" else 1):
+        if launcher == "warm":
+            warm_run(place, argv, env, "warm")
+        else:
+            done = place.call(*argv, env=env, stdin=subprocess.DEVNULL, timeout=600)
+            assert done.returncode == 0, done.stdout + done.stderr
+        found = [json.loads((out / f"{rank}.json").read_text()) for rank in range(nproc)]
+        if all(f["state"]["warm"] for f in found):
+            break
     return Found([f["state"] for f in found], [f["private"] for f in found])
 
 
