@@ -231,6 +231,26 @@ MAX_REPLICAS = 100_000
 """Nodes that a role may have at most."""
 
 
+def _out_of_order(minimum: int, replicas: int, maximum: int | None) -> list[str]:
+    """Return which of ``minReplicas`` ≤ ``replicas`` ≤ ``maxReplicas`` does not hold, in words.
+
+    Args:
+        minimum: The least number.
+        replicas: The desired number.
+        maximum: The greatest number; None for no limit.
+    """
+    found = []
+    if minimum > replicas:
+        found.append(
+            f"minReplicas is {minimum} and replicas is {replicas}: expected minReplicas ≤ replicas"
+        )
+    if maximum is not None and replicas > maximum:
+        found.append(
+            f"replicas is {replicas} and maxReplicas is {maximum}: expected replicas ≤ maxReplicas"
+        )
+    return found
+
+
 class ReplicaSpec(Role):
     """The number of nodes, and what each node runs."""
 
@@ -285,18 +305,8 @@ class ReplicaSpec(Role):
         These are ``minReplicas`` ≤ ``replicas`` ≤ ``maxReplicas``, multiples of ``nodeUnit``, and
         those of ``autoscale``.
         """
-        found = []
-        minimum, maximum = self.minimum, self.max_replicas
-        if minimum > self.replicas:
-            found.append(
-                f"minReplicas is {minimum} and replicas is {self.replicas}: "
-                "expected minReplicas ≤ replicas"
-            )
-        if maximum is not None and self.replicas > maximum:
-            found.append(
-                f"replicas is {self.replicas} and maxReplicas is {maximum}: "
-                "expected replicas ≤ maxReplicas"
-            )
+        minimum = self.minimum
+        found = _out_of_order(minimum, self.replicas, self.max_replicas)
         fields = (
             ("replicas", self.replicas),
             ("minReplicas", self.min_replicas),
@@ -638,16 +648,8 @@ class ServerSpec(OtherSpec):
         """Return what is wrong with the numbers, in words; empty if nothing is."""
         if self.size < 1:
             return ["replicas is 0: expected at least 1 server, or leave the role out"]
-        if self.min_replicas is not None and self.min_replicas > self.size:
-            return [
-                f"minReplicas is {self.min_replicas} and replicas is {self.size}: "
-                "expected minReplicas ≤ replicas"
-            ]
-        if self.max_replicas is not None and self.size > self.max_replicas:
-            return [
-                f"replicas is {self.size} and maxReplicas is {self.max_replicas}: "
-                "expected replicas ≤ maxReplicas"
-            ]
+        if wrong := _out_of_order(self.minimum, self.size, self.max_replicas):
+            return wrong[:1]
         if self.replication is not None and self.replication > self.size:
             return [
                 f"replication is {self.replication} and replicas is {self.size}: "

@@ -536,14 +536,18 @@ class Store:
 
     def use(self, buckets: Collection[int]) -> None:
         """Count all rows of some buckets as used now."""
+        if not buckets:
+            return
         named = np.zeros(self.buckets, np.bool_)
         named[list(buckets)] = True
-        for table in self.tables.values() if buckets else ():
+        for table in self.tables.values():
             table.use(named, self.now)
 
     def drop(self, buckets: Collection[int]) -> None:
         """Remove all rows of some buckets."""
-        for table in self.tables.values() if buckets else ():
+        if not buckets:
+            return
+        for table in self.tables.values():
             table.drop(buckets)
 
     def select(self, payload: Payload, buckets: Collection[int]) -> Payload:

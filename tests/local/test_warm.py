@@ -76,6 +76,22 @@ class Node:
         self.warm.child_ended()
         return len(self.children.non_worker_pids)
 
+    async def builds_another(
+        self, early: int, lines: tuple[tuple[str, str, str], ...], writing: int
+    ) -> None:
+        """Give the recipe, and check that a zygote is built that is not the early one.
+
+        Args:
+            early: Process id of the early one.
+            lines: The recipe.
+            writing: Descriptor of the FIFO, which lets imports go on; it is closed.
+        """
+        self.warm.adopt(ImportRecipe(lines))
+        await self.until(lambda: self.warm.ready)
+        os.close(writing)
+        assert await self.pid() != early
+        await self.close()
+
     async def close(self) -> None:
         await self.warm.close()
         await self.until(lambda: not self.processes())
@@ -172,11 +188,7 @@ async def test_a_library_that_comes_first_in_the_recipe_is_imported_first(
     node = Node(tmp_path, SLOW, BuildTiming(), early=True)
     first = await node.pid()
     both = os.open(node.go, os.O_RDWR)
-    node.warm.adopt(ImportRecipe((second, node.line)))
-    await node.until(lambda: node.warm.ready)
-    os.close(both)
-    assert await node.pid() != first
-    await node.close()
+    await node.builds_another(first, (second, node.line), both)
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["not needed", "killed"])
@@ -192,11 +204,7 @@ async def test_without_its_early_zygote_a_node_builds_a_usual_one(
     else:
         node.warm.starter.end_early()
         await node.until(lambda: not node.processes())
-    node.warm.adopt(ImportRecipe((node.line, second)))
-    await node.until(lambda: node.warm.ready)
-    os.close(both)
-    assert await node.pid() != first
-    await node.close()
+    await node.builds_another(first, (node.line, second), both)
 
 
 async def test_what_an_early_zygote_imported_must_not_have_changed(
@@ -216,11 +224,7 @@ async def test_what_an_early_zygote_imported_must_not_have_changed(
         while not (writing := imports()):
             await asyncio.sleep(0.01)
     (tmp_path / "slow_module.py").touch()
-    node.warm.adopt(ImportRecipe((node.line, second)))
-    await node.until(lambda: node.warm.ready)
-    os.close(writing)
-    assert await node.pid() != first
-    await node.close()
+    await node.builds_another(first, (node.line, second), writing)
 
 
 async def test_an_early_zygote_ends_with_the_pool(
@@ -230,7 +234,7 @@ async def test_an_early_zygote_ends_with_the_pool(
     first = await node.pid()
     await node.close()
     assert not Path(f"/proc/{first}").exists()
-    assert not list(tmp_path.rglob("zygote-*.json")), "its files"
+    await node.until(lambda: not list(tmp_path.rglob("zygote-*.json")))
 
 
 LIKE_TORCH = """

@@ -212,9 +212,8 @@ class ZygoteStarter:
             fd = zygote_end.fileno()
             self._write_config(config, recipe, fd, more=bool(early))
             with zygote_end, output.open("wb") as output_file:
-                room = program.argv[
-                    2:
-                ]  # reserves space in which workers show their own command line
+                # It reserves space in which workers show their own command line.
+                room = program.argv[2:]
                 process = subprocess.Popen(
                     [
                         *program.argv[:2],
