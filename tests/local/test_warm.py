@@ -76,21 +76,19 @@ class Node:
         self.warm.child_ended()
         return len(self.children.non_worker_pids)
 
-    async def builds_another(
-        self, early: int, lines: tuple[tuple[str, str, str], ...], writing: int
-    ) -> None:
-        """Give the recipe, and check that a zygote is built that is not the early one.
+    async def built(self, lines: tuple[tuple[str, str, str], ...], writing: int) -> int:
+        """Give the recipe, and return the process id of the zygote that is fit; all ends then.
 
         Args:
-            early: Process id of the early one.
             lines: The recipe.
             writing: Descriptor of the FIFO, which lets imports go on; it is closed.
         """
         self.warm.adopt(ImportRecipe(lines))
         await self.until(lambda: self.warm.ready)
         os.close(writing)
-        assert await self.pid() != early
+        pid = await self.pid()
         await self.close()
+        return pid
 
     async def close(self) -> None:
         await self.warm.close()
@@ -188,7 +186,7 @@ async def test_a_library_that_comes_first_in_the_recipe_is_imported_first(
     node = Node(tmp_path, SLOW, BuildTiming(), early=True)
     first = await node.pid()
     both = os.open(node.go, os.O_RDWR)
-    await node.builds_another(first, (second, node.line), both)
+    assert await node.built((second, node.line), both) != first
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["not needed", "killed"])
@@ -204,7 +202,7 @@ async def test_without_its_early_zygote_a_node_builds_a_usual_one(
     else:
         node.warm.starter.end_early()
         await node.until(lambda: not node.processes())
-    await node.builds_another(first, (node.line, second), both)
+    assert await node.built((node.line, second), both) != first
 
 
 async def test_what_an_early_zygote_imported_must_not_have_changed(
@@ -224,7 +222,7 @@ async def test_what_an_early_zygote_imported_must_not_have_changed(
         while not (writing := imports()):
             await asyncio.sleep(0.01)
     (tmp_path / "slow_module.py").touch()
-    await node.builds_another(first, (node.line, second), writing)
+    assert await node.built((node.line, second), writing) != first
 
 
 async def test_an_early_zygote_ends_with_the_pool(
