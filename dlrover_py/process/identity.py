@@ -360,6 +360,19 @@ def signal_at_parents_end(number: int) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
+def end_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends; exit with 1 if the parent has ended.
+
+    The parent is the thread that has forked this process.
+
+    Args:
+        parent: Process id of the parent.
+    """
+    signal_at_parents_end(signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the call
+        os._exit(1)
+
+
 async def ended(process: "subprocess.Popen[bytes]") -> int:
     """Wait for the end of a child by its pidfd, reap it, and return its exit code.
 

@@ -404,7 +404,7 @@ def test_a_store_that_nobody_asks_for_is_not_started(place: Place) -> None:
     with job(place, replicas=1) as run:
         run.running(1)
         agent = psutil.Process(members(run.status())[0].agent_pid)
-        assert not [p for p in agent.children() if "store" in p.cmdline()]
+        assert not [p for p in agent.children() if "store_server" in " ".join(p.cmdline())]
 
 
 def test_a_survivor_is_killed_at_once_unless_it_asked_for_the_signal(place: Place) -> None:

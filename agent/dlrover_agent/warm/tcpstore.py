@@ -25,7 +25,7 @@ from dlrover_py.process.identity import ProcessId
 from dlrover_py.process.starter import Starter, kill_and_reap
 
 READY_S = 120.0
-"""Seconds that a store has to start. A cold one imports torch, maybe on a busy machine."""
+"""Seconds that a store has to start. A cold one loads torch, maybe on a busy machine."""
 
 
 def available() -> bool:
@@ -137,8 +137,8 @@ class TCPStoreProcess:
         def make() -> ForkedProcess:
             agent_end, store_end = socket.socketpair()
             fds = [listening.fileno(), store_end.fileno()]
-            argv = [sys.executable, "-u", "-c", BOOT.format(module="zygote")]
-            argv += ["store", str(os.getpid()), str(port), *map(str, fds)]
+            argv = [sys.executable, "-u", "-c", BOOT.format(module="store_server")]
+            argv += [str(os.getpid()), str(port), *map(str, fds)]
             try:
                 with listening, store_end, self._output.open("wb") as output_file:
                     process = subprocess.Popen(

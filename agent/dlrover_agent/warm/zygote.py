@@ -25,11 +25,12 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from dlrover_agent.warm import compiler, script
 from dlrover_agent.warm.import_graph import ImportGraph, threads_that_forbid_forks
-from dlrover_py.process.identity import ignore_sent_to_all, signal_at_parents_end
+from dlrover_agent.warm.store_server import serve_store
+from dlrover_py.process.identity import end_with_parent
 from dlrover_py.protocol.zygote import (
     LENGTH,
     MAX_MESSAGE,
@@ -135,19 +136,15 @@ def _read(line: socket.socket, size: int, *, take_fds: bool = False) -> tuple[by
 
 
 def main() -> None:
-    """Run a zygote, and in its children the requested worker or store; or run a store directly.
+    """Run a zygote, and in its children the requested worker or store.
 
     A zygote and a store do not return: they end with the agent. In a worker the call returns when
     the script has run, or raises what the script has raised.
     """
-    if sys.argv[1] == "store":
-        agent, *rest = map(int, sys.argv[2:])
-        _end_with_parent(agent)
-        serve_store(*rest)
     orders = _read_orders(sys.argv[1])
     line = socket.socket(fileno=orders.socket)
     line.set_inheritable(False)
-    _end_with_parent(orders.agent)
+    end_with_parent(orders.agent)
     fork = Zygote(orders, line).run()
     if isinstance(fork.request, ForkStore):
         serve_store(fork.request.store, fork.fds[1], fork.fds[0])
@@ -168,30 +165,6 @@ def _read_orders(path: str | bytes) -> ZygoteConfig:
     """
     with open(path, "rb") as file:
         return ZygoteConfig.decode(file.read(MAX_MESSAGE))
-
-
-def serve_store(port: int, listening: int, control: int) -> NoReturn:
-    """Serve the TCP store of one round until the process is killed.
-
-    The start is reported by one message. Signals that are sent to all processes are ignored.
-
-    Args:
-        port: Port of the store.
-        listening: File descriptor of the listening socket.
-        control: File descriptor on which the start is reported.
-    """
-    ignore_sent_to_all()  # the workers need it, whatever a batch system sends to all processes
-    distributed = importlib.import_module("torch.distributed")
-    with socket.socket(fileno=os.dup(listening)) as where:
-        host = str(where.getsockname()[0])
-    host = {"::": "::1", "0.0.0.0": "127.0.0.1"}.get(host, host)
-    store = distributed.TCPStore(
-        host, port, None, True, wait_for_workers=False, master_listen_fd=listening
-    )
-    os.write(control, STARTED)
-    while True:
-        signal.pause()
-        assert store is not None
 
 
 class Zygote:
@@ -430,7 +403,7 @@ class Zygote:
         control = own[0]
         if not os.read(control, 1):
             os._exit(0)  # the agent has given up the start, or has ended
-        _end_with_parent(self._orders.agent)
+        end_with_parent(self._orders.agent)
         if isinstance(one, ForkStore):
             return
         for fd, number in zip(own[1:], (1, 2), strict=True):
@@ -502,7 +475,7 @@ def _probe(*, cuda: bool = True) -> str:
     zygote = os.getpid()
     pid = _fork()
     if pid == 0:
-        _end_with_parent(zygote)
+        end_with_parent(zygote)
         os.close(read)
         try:
             fault = _exercise(cuda=cuda)
@@ -688,10 +661,3 @@ def _children() -> str:
     """Return the process ids of the main thread's children, separated by spaces."""
     with open(f"/proc/self/task/{os.getpid()}/children") as file:
         return file.read().strip()
-
-
-def _end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends; exit if the parent has ended."""
-    signal_at_parents_end(signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)

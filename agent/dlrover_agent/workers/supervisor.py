@@ -39,10 +39,10 @@ from dlrover_py.process.blocking import OverdueError
 from dlrover_py.process.identity import (
     ProcessId,
     children,
+    end_with_parent,
     exit_code,
     forked_by_other_threads,
     members,
-    signal_at_parents_end,
 )
 from dlrover_py.process.starter import Starter, kill_and_reap
 from dlrover_py.protocol.agents import Assignment, Directive, FailureKind, WorkerFailure
@@ -783,8 +783,6 @@ def _die_with_parent(parent: int, cpus: frozenset[int]) -> Callable[[], None]:
     def before_exec() -> None:
         if cpus:
             os.sched_setaffinity(0, cpus)
-        signal_at_parents_end(signal.SIGKILL)
-        if os.getppid() != parent:  # the parent died before the call
-            os._exit(1)
+        end_with_parent(parent)
 
     return before_exec
