@@ -46,7 +46,7 @@ from torch import nn
 
 from benchmarks.page import write_section
 from dlrover_agent.checkpoint.server import TransferServer
-from dlrover_py.checkpoint import shm as arena
+from dlrover_py.checkpoint import shm as pool
 from dlrover_py.protocol.agents import (
     PersistPhase,
     ReplicaLocation,
@@ -282,7 +282,7 @@ def serve(base: Path) -> None:
                 stream.sendfile(file)
 
     async def run() -> None:
-        ((_, header),) = arena.scan(base / "peer")
+        ((_, header),) = pool.scan(base / "peer")
 
         async def candidates(_: int) -> RestoreCandidates:
             found = RestoreCandidate(**asdict(header.id), world=header.world)
@@ -331,13 +331,13 @@ def restore(nbytes: int, disk: Path, shm: Path, times: int) -> Samples:
         def load(state: dict[str, Any], node: str) -> tuple[float, float]:
             depot = str(base / "own.socket") if node == "own" else ""
             place = Settings(
-                arena=str(base / node), transfer_socket=depot, job=JOB, place=1, round=2
+                pool=str(base / node), transfer_socket=depot, job=JOB, place=1, round=2
             )
             with Checkpointer(settings=place, rng=False) as ours:
                 took = spent(lambda: ours.load(state))
                 assert ours._newest_complete == newest, ours._newest_complete
             # the load has allocated slots for the next saves
-            for slot in arena.slots_of(base / node, 1):
+            for slot in pool.slots_of(base / node, 1):
                 slot.unlink()
             return took
 
@@ -475,9 +475,7 @@ def member(
 
     model, optimizer = make(number)
     state = {"model": model, "optimizer": optimizer}
-    place = Settings(
-        rank=rank, size=world, place=rank, arena=str(memory), job=JOB, round=number + 1
-    )
+    place = Settings(rank=rank, size=world, place=rank, pool=str(memory), job=JOB, round=number + 1)
     name = f"{mode}, {WORLDS[number - 1]} → {world} ranks"
 
     def until_all_have(do: Callable[[], object]) -> None:
@@ -509,7 +507,7 @@ def member(
         dcp.save(theirs(model, optimizer), checkpoint_id=path / f"{number + 1}")
         dist.barrier()
         if not rank:
-            for slot, header in list(arena.scan(memory)):
+            for slot, header in list(pool.scan(memory)):
                 if header.step <= number:
                     slot.unlink()
         dist.barrier()

@@ -200,11 +200,11 @@ class Persister:
             self.process.stderr.close()
 
 
-def order(arena_: Path, store: Path | str, attempt: str, **more: Any) -> WriteRequest:
+def order(pool_: Path, store: Path | str, attempt: str, **more: Any) -> WriteRequest:
     """Return a write request to a node that writes alone and may commit.
 
     Args:
-        arena_: folder of the node's slots.
+        pool_: folder of the node's slots.
         store: checkpoint directory.
         attempt: id of the attempt.
         more: other fields of the request.
@@ -215,7 +215,7 @@ def order(arena_: Path, store: Path | str, attempt: str, **more: Any) -> WriteRe
         "round": 1,
         "world": 1,
         "ranks": [0],
-        "arena": str(arena_),
+        "pool": str(pool_),
         "dir": str(store),
         "job": JOB,
         "node": "n0",

@@ -60,7 +60,7 @@ def lock_slots(order: WriteRequest) -> tuple[list[OpenSlot], set[int]]:
     newer: dict[int, int] = {}
     held: list[OpenSlot] = []
     found = sorted(
-        scan(Path(order.arena)), key=lambda row: (row[1].private_only, row[0].name[:1] == "p")
+        scan(Path(order.pool)), key=lambda row: (row[1].private_only, row[0].name[:1] == "p")
     )
     try:
         for path, header in found:
@@ -78,7 +78,7 @@ def lock_slots(order: WriteRequest) -> tuple[list[OpenSlot], set[int]]:
         gone = sorted(missing & newer.keys())
         if gone:
             raise IncompleteCheckpointError(
-                f"step {order.step} of rank {gone[0]} is not in {order.arena} any more: it "
+                f"step {order.step} of rank {gone[0]} is not in {order.pool} any more: it "
                 f"holds step {newer[gone[0]]}"
             )
     except BaseException:

@@ -41,7 +41,7 @@ SLOTS = 3
 """Number of slots of each worker."""
 OWNER_FILE = "owner"
 """Name of the file in a pool that the owner of the pool keeps locked while it lives."""
-POOL_PREFIX = "dlrover-arena-"
+POOL_PREFIX = "dlrover-shm-"
 """Start of the name of every pool folder."""
 _CONTENTS = re.compile(rf"(peer-)?[0-9]+\.[0-9]|{OWNER_FILE}", re.ASCII)
 """Names of the only files that are ever removed from a pool.

@@ -547,7 +547,7 @@ class WriteAttempt:
         if not missing:
             return held
         ranks = ", ".join(map(str, sorted(missing)))
-        self._set_activity(f"step {self.order.step} of rank {ranks} is not in {self.order.arena}")
+        self._set_activity(f"step {self.order.step} of rank {ranks} is not in {self.order.pool}")
         return None
 
     def _release_slots(self) -> None:

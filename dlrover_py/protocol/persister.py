@@ -74,7 +74,7 @@ class WriteRequest(PersistRequest, _PersisterMessage):
     """
 
     kind: Literal["write"] = "write"
-    arena: str
+    pool: str
     """Folder of the shared-memory pool that holds the slots."""
     dir: str
     """Path or fsspec address of the directory of the checkpoints."""

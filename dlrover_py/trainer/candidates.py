@@ -12,6 +12,7 @@ from pathlib import Path
 from dlrover_py.checkpoint import shm, transfer
 from dlrover_py.checkpoint.directory import CheckpointDirectory
 from dlrover_py.protocol.agents import RestoreCandidate
+from dlrover_py.protocol.checkpoint_id import Rejection
 from dlrover_py.protocol.errors import CheckpointError, TransientError, UnreachableError
 from dlrover_py.protocol.manifest import Manifest
 from dlrover_py.trainer.sources import READ_ERRORS, OpenCandidate, RestoreSource
@@ -30,6 +31,27 @@ class SearchTiming:
     has none, time until the first message that load() still waits for storage."""
     message_interval_s: float = 60.0
     """Time between further messages that load() still waits for storage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSources:
+    """Where a rank finds checkpoints, and which of them it may load."""
+
+    pool: Path | None = None
+    """The directory of this node's shared-memory pool, which has the slots."""
+    agent: transfer.TransferConnection | UnreachableError | None = None
+    """The connection to this node's transfer server. Without one, only the slots in the pool count
+    as memory. If the server does not answer: the error."""
+    store: CheckpointDirectory | None = None
+    """The directory of checkpoints in storage."""
+    round: int = 0
+    """Number of the current rendezvous round. The memory of its nodes is searched."""
+    job: str = ""
+    """The job's uid: slots of other jobs are ignored. Empty: all slots in the pool are used."""
+    rejected: Sequence[Rejection] = ()
+    """Checkpoints of this job that have wrong values, and are not loaded."""
+    timing: SearchTiming = SearchTiming()
+    """Times of the search."""
 
 
 @contextmanager
@@ -69,34 +91,19 @@ class CandidateList:
 class CandidateSearch:
     """Lists the checkpoints that may be loaded, and opens them."""
 
-    def __init__(
-        self,
-        arena: Path | None,
-        agent: transfer.TransferConnection | None,
-        store: CheckpointDirectory | None,
-        log: logging.Logger,
-        timing: SearchTiming | None = None,
-        *,
-        rejected: Sequence[tuple[int, int]] = (),
-    ) -> None:
-        """Create the search. It reads nothing yet.
+    def __init__(self, sources: CheckpointSources, log: logging.Logger) -> None:
+        """Create the search. It reads nothing yet, and ignores an agent that does not answer.
 
         Args:
-            arena: the directory of this node's shared-memory pool, which has the slots.
-            agent: the connection to this node's transfer server. Without one, only the slots in
-                ``arena`` count as memory.
-            store: the directory of checkpoints in storage.
+            sources: where checkpoints are.
             log: receives warnings.
-            timing: times of the search; None for the defaults.
-            rejected: pairs of a round and a step. Checkpoints of this job of rounds up to this one
-                whose step is greater have wrong values, and are left out.
         """
-        self._rejected = rejected
-        self._arena, self._agent, self._store, self._log = arena, agent, store, log
-        self._timing = timing or SearchTiming()
+        self._sources, self._log = sources, log
+        agent = sources.agent
+        self._agent = None if isinstance(agent, UnreachableError) else agent
         self._manifests: dict[str, Manifest] = {}
 
-    def candidates(self, round: int, job: str) -> CandidateList:
+    def candidates(self) -> CandidateList:
         """List the checkpoints that may be loaded, newest first.
 
         Memory or storage that cannot be listed is left out: a warning is logged, and the list has
@@ -104,20 +111,17 @@ class CandidateSearch:
         call may wait for the master (`SearchTiming`). It waits for storage indefinitely if memory
         has no checkpoint.
 
-        Args:
-            round: number of the current rendezvous round. The memory of its nodes is searched.
-            job: the job's uid: slots of other jobs are ignored. Empty: all slots are used.
-
         Raises:
             CheckpointError: storage has nothing but checkpoints that are damaged or have a newer
                 format, and memory has none.
         """
-        memory, claimed, blind = self._list_memory(round, job)
+        job = self._sources.job
+        memory, claimed, blind = self._list_memory()
         stored, why = self._list_stored(bool(memory))
         blind = why or blind
         if blind:
             self._log.warning("not all checkpoints are known: %s", blind)
-        found = without_rejected(merge(memory, stored, job), job, self._rejected)
+        found = without_rejected(merge(memory, stored, job), job, self._sources.rejected)
         return CandidateList(tuple(found), claimed or bool(stored), blind)
 
     @property
@@ -137,33 +141,33 @@ class CandidateSearch:
         return OpenCandidate(
             found,
             rank=rank,
-            arena=self._arena,
+            pool=self._sources.pool,
             agent=self._agent,
             manifest=self._manifest,
             log=self._log,
         )
 
-    def _list_memory(self, round: int, job: str) -> tuple[Sequence[RestoreSource], bool, str]:
+    def _list_memory(self) -> tuple[Sequence[RestoreSource], bool, str]:
         """Return the candidates in memory, whether the agent has any, and what is unknown.
 
         The last is "" if the list is complete. If the agent cannot list them, the list is empty and
         the last says why. This node's slots are looked at only if there is no agent.
         """
-        agent = self._agent
+        agent, job = self._agent, self._sources.job
         if agent is not None:
             try:
-                rows = _ask_agent(agent, round, self._timing)
+                rows = _ask_agent(agent, self._sources.round, self._sources.timing)
             except READ_ERRORS as error:
                 return [], False, f"the checkpoints in memory could not be listed: {error}"
             memory = [
                 RestoreSource(r.step, r.round, r.timeline, r.world, job, True, "") for r in rows
             ]
             return memory, bool(memory), ""
-        if self._arena is None:
+        if self._sources.pool is None:
             return [], False, ""
         seen = {
             RestoreSource(s.step, s.round, s.timeline, s.world, s.job, True, "")
-            for _, s in shm.scan(self._arena)
+            for _, s in shm.scan(self._sources.pool)
             if job in ("", s.job)
         }
         return sorted(seen, key=lambda f: f.id, reverse=True), False, ""
@@ -180,12 +184,12 @@ class CandidateSearch:
             CheckpointError: memory has no checkpoint, and the directory is a file, or storage has
                 nothing but checkpoints that are damaged or have a newer format.
         """
-        store = self._store
+        store, timing = self._sources.store, self._sources.timing
         stored: list[RestoreSource] = []
         if store is None:
             return stored, ""
         try:
-            for m in self._list_storage(store, self._timing.store_timeout_s if in_memory else None):
+            for m in self._list_storage(store, timing.store_timeout_s if in_memory else None):
                 self._manifests[m.folder] = m
                 stored.append(
                     RestoreSource(m.step, m.round, m.timeline, m.world, m.job, False, m.folder)
@@ -221,11 +225,12 @@ class CandidateSearch:
         or the folder is not in it. The wait for storage has no limit. An error of the storage is
         raised.
         """
-        if self._store is None:
+        store = self._sources.store
+        if store is None:
             return None
         if folder not in self._manifests:
-            self._manifests.update((m.folder, m) for m in self._list_storage(self._store, None))
-        return (self._store, self._manifests[folder]) if folder in self._manifests else None
+            self._manifests.update((m.folder, m) for m in self._list_storage(store, None))
+        return (store, self._manifests[folder]) if folder in self._manifests else None
 
     def _list_storage(
         self, store: CheckpointDirectory, within_s: float | None
@@ -253,7 +258,7 @@ class CandidateSearch:
                 found.set_exception(error)
 
         threading.Thread(target=look, name="dlrover-store", daemon=True).start()
-        waited, timing = 0.0, self._timing
+        waited, timing = 0.0, self._sources.timing
         while True:
             wait_s = within_s or (timing.message_interval_s if waited else timing.store_timeout_s)
             try:
@@ -313,21 +318,16 @@ def merge(
 
 
 def without_rejected(
-    found: Sequence[RestoreSource], job: str, rejected: Sequence[tuple[int, int]]
+    found: Sequence[RestoreSource], job: str, rejected: Sequence[Rejection]
 ) -> list[RestoreSource]:
     """Return the candidates that have no wrong values, in their order.
 
     Args:
         found: all candidates.
         job: the uid of this job. The rounds of another job are others.
-        rejected: pairs of a round and a step. Checkpoints of rounds up to this one whose step is
-            greater have wrong values.
+        rejected: which checkpoints of this job have wrong values.
     """
-
-    def wrong(one: RestoreSource) -> bool:
-        return any(one.round <= number and one.step > good for number, good in rejected)
-
-    return [one for one in found if one.job != job or not wrong(one)]
+    return [one for one in found if one.job != job or not any(r.rejects(one.id) for r in rejected)]
 
 
 def _ask_agent(

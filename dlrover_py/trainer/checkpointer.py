@@ -663,7 +663,7 @@ class Checkpointer:
                 context.stager.wait()
                 lost = self._votes.newest_sealed() or self._newest_unstored
                 if context.rank == 0 and lost is not None and not self._votes.stop:
-                    self._storage.warn_of_loss(lost.step, arena=bool(self.settings.arena))
+                    self._storage.warn_of_loss(lost.step, pool=bool(self.settings.pool))
         self._claim.closed = True
         self._calls.close()
         atexit.unregister(self._at_exit)

@@ -11,7 +11,7 @@ from dlrover_py.checkpoint.directory import CheckpointDirectory
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.trainer import restore
 from dlrover_py.trainer.calls import CallsDifferError
-from dlrover_py.trainer.candidates import local_agent
+from dlrover_py.trainer.candidates import CheckpointSources, local_agent
 from dlrover_py.trainer.collectives import Ranks
 from dlrover_py.trainer.placement import WorkerContext
 from dlrover_py.trainer.rollcall import format_by_rank
@@ -51,18 +51,21 @@ def load_newest(
         RuntimeError: another rank is gone.
     """
     with local_agent(settings.transfer_socket) as agent:
-        return restore.load(
-            state,
-            rank=context.rank,
-            world=context.world,
-            arena=context.folder,
+        sources = CheckpointSources(
+            pool=context.folder,
             agent=agent,
             store=None if dir is None else CheckpointDirectory(dir),
-            strict=strict,
-            log=log,
             round=context.round,
             job=context.job,
             rejected=settings.rejected,
+        )
+        return restore.load(
+            state,
+            sources,
+            rank=context.rank,
+            world=context.world,
+            log=log,
+            strict=strict,
             prepare=prepare,
         )
 

@@ -59,7 +59,7 @@ class SaveOptions:
             stores=where is not None,
             first_is_early=persist_every is None
             and "persistEvery" not in job
-            and not settings.arena,
+            and not settings.pool,
         )
         age_s = float(job["ageS"] or 0.0) if "ageS" in job else None
         return cls(

@@ -69,10 +69,10 @@ class SlotClaim:
             ConfigError: an open Checkpointer of this process uses the slots, or a closed one has
                 used them for another directory.
         """
-        if not settings.arena:
+        if not settings.pool:
             yield
             return
-        worker = settings.arena, settings.place, settings.local_rank
+        worker = settings.pool, settings.place, settings.local_rank
         before = _claims.get(worker)
         if before is not None and before.mine:
             if not before.closed:
@@ -145,15 +145,15 @@ class WorkerContext:
         """Total seconds that the stager's fence had cost at the last ``save``."""
         self.ranks, self.node, self.nodes = [self.rank], "n0", ["n0"]
         number = settings.local_rank if settings.place is None else settings.place
-        if settings.arena:
-            self.folder, self.job = Path(settings.arena), settings.job
+        if settings.pool:
+            self.folder, self.job = Path(settings.pool), settings.job
             is_own(self.folder, hint=shm.HINT)
             self.round = Round(settings.round)
         else:
             self.round = Round(settings.restart_count)
             number = self._alone(settings, stores, on_reply)
         self.copies = (
-            bool(settings.arena)
+            bool(settings.pool)
             and settings.nodes > 1
             and settings.checkpoint.get("replicas", 1) != 0
         )

@@ -13,17 +13,14 @@ value for each of these tensors.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 
-from dlrover_py.checkpoint import transfer
-from dlrover_py.checkpoint.directory import CheckpointDirectory
 from dlrover_py.protocol.checkpoint_id import CheckpointId
 from dlrover_py.protocol.errors import CheckpointError, UnreachableError
 from dlrover_py.protocol.names import Round, Step, Timeline
-from dlrover_py.trainer.candidates import CandidateList, CandidateSearch, SearchTiming
+from dlrover_py.trainer.candidates import CandidateList, CandidateSearch, CheckpointSources
 from dlrover_py.trainer.collectives import Ranks
 from dlrover_py.trainer.key_differences import KeyDifferences, format_keys
 from dlrover_py.trainer.reshard import copy_leaves
@@ -77,43 +74,30 @@ class KeysDifferError(CheckpointError):
 
 def load(
     state: Mapping[str, object],
+    sources: CheckpointSources,
     *,
     rank: int,
     world: int,
-    arena: Path | None,
-    agent: transfer.TransferConnection | UnreachableError | None,
-    store: CheckpointDirectory | None,
-    strict: bool = True,
     log: logging.Logger,
-    round: int = 0,
-    job: str = "",
-    rejected: Sequence[tuple[int, int]] = (),
-    timing: SearchTiming | None = None,
+    strict: bool = True,
     prepare: Callable[[Catalog, Ranks], str] | None = None,
 ) -> Loaded | None:
     """Fill the state from the newest checkpoint that all ranks can have. Collective.
 
     Args:
         state: as for :func:`dlrover_py.trainer.state_dict.flatten`; filled in place.
+        sources: where checkpoints are, and which may be loaded. If the agent does not answer, its
+            error is raised.
         rank: the rank of this process.
         world: the number of processes that load.
-        arena: the directory of this node's shared-memory pool, which has the slots.
-        agent: the connection to this node's transfer server. Without one, only the slots in
-            ``arena`` count as memory. If the server does not answer: the error, which is raised.
-        store: the directory of checkpoints in storage.
-        strict: keys that only one side has are an error.
         log: receives a warning about each checkpoint or source that is not used, and about
             differences.
-        round: number of the current rendezvous round. The memory of its nodes is searched.
-        job: the job's uid: slots of other jobs are ignored. Empty: all slots in ``arena`` are used.
-        rejected: pairs of a round and a step. Checkpoints of this job of rounds up to this one
-            whose step is greater have wrong values, and are not loaded.
-        timing: times of the search; None for the defaults.
+        strict: keys that only one side has are an error.
         prepare: called on all ranks before a candidate is copied. It returns why the candidate
             cannot be had, the same on all ranks; empty if it can.
 
     Returns:
-        What was loaded. None if there is no checkpoint, or if ``arena`` alone has only parts of
+        What was loaded. None if there is no checkpoint, or if the pool alone has only parts of
         one. In that case nothing was changed.
 
     Raises:
@@ -128,16 +112,15 @@ def load(
             candidate has no value for it. Also if several processes load without a process group.
     """
     ranks = Ranks(rank, world)
-    connection = None if isinstance(agent, UnreachableError) else agent
-    search = CandidateSearch(arena, connection, store, log, timing, rejected=rejected)
+    search = CandidateSearch(sources, log)
     known = CandidateList()
     refused: Exception | None = None
     try:
         targets(state, rank=rank)  # a state that cannot be loaded is refused before all else
-        if isinstance(agent, UnreachableError):
-            raise agent
+        if isinstance(sources.agent, UnreachableError):
+            raise sources.agent
         if rank == 0:
-            known = search.candidates(round, job)
+            known = search.candidates()
     except READ_ERRORS as error:
         refused = error
     stored_at = search.stored_at

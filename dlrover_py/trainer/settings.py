@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from dlrover_py.protocol import json_text
+from dlrover_py.protocol.checkpoint_id import Rejection
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.names import (
     ENV_AGENT_SOCKET,
@@ -56,7 +57,7 @@ class Settings:
     """Why the workers were restarted, in words; empty in the first round."""
     job: str = ""
     """Uid of the job; its name if it has no uid; empty outside an elastic job."""
-    arena: str = ""
+    pool: str = ""
     """Folder of the agent's shared-memory pool; empty if no agent has one."""
     transfer_socket: str = ""
     """Path of the socket of the agent's transfer server, which serves checkpoints."""
@@ -72,10 +73,9 @@ class Settings:
     """Folder in which a worker without an agent creates its shared-memory pool."""
 
     @property
-    def rejected(self) -> list[tuple[int, int]]:
-        """Pairs of a round and a step: checkpoints of rounds up to this one whose step is greater
-        have wrong values."""
-        return [(pair[0], pair[1]) for pair in self.checkpoint.get("rejected", ())]
+    def rejected(self) -> list[Rejection]:
+        """Which checkpoints of the job have wrong values."""
+        return [Rejection(**one) for one in self.checkpoint.get("rejected", ())]
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Self:
@@ -101,7 +101,7 @@ class Settings:
             round=_count(environ, ENV_ROUND, 0),
             restart_reason=environ.get(ENV_RESTART_REASON, ""),
             job=environ.get(ENV_JOB_UID) or environ.get(ENV_JOB_NAME, ""),
-            arena=environ.get(ENV_SHM_POOL, ""),
+            pool=environ.get(ENV_SHM_POOL, ""),
             transfer_socket=environ.get(ENV_TRANSFER_SOCKET, ""),
             shards_socket=environ.get(ENV_SHARDS_SOCKET, ""),
             probe={

@@ -315,7 +315,7 @@ class OpenCandidate:
     Args:
         found: the candidate.
         rank: the rank of this process.
-        arena: the directory of this node's shared-memory pool, if there is one.
+        pool: the directory of this node's shared-memory pool, if there is one.
         agent: the connection to this node's transfer server, if there is one.
         manifest: returns the directory and the manifest of a folder in storage; None if it is not
             there.
@@ -327,7 +327,7 @@ class OpenCandidate:
         found: RestoreSource,
         *,
         rank: int,
-        arena: Path | None,
+        pool: Path | None,
         agent: transfer.TransferConnection | None,
         manifest: Callable[[str], tuple[CheckpointDirectory, Manifest] | None],
         log: logging.Logger,
@@ -335,7 +335,7 @@ class OpenCandidate:
         self.found = found
         self.catalog = Catalog()
         self.catalog.more = self.more
-        self._rank, self._arena, self._agent, self._log = rank, arena, agent, log
+        self._rank, self._pool, self._agent, self._log = rank, pool, agent, log
         self._manifest = manifest
         self._open = ExitStack()
         self._shard_groups: set[str] = set()
@@ -395,9 +395,9 @@ class OpenCandidate:
         Nothing is done without a shared-memory pool. The candidate is then known to be `whole` if
         each of its ranks has a slot here.
         """
-        if self._arena is None:
+        if self._pool is None:
             return
-        seen = [(path, s) for path, s in shm.scan(self._arena) if self._matches(s)]
+        seen = [(path, s) for path, s in shm.scan(self._pool) if self._matches(s)]
         for path, _ in sorted(seen, key=lambda item: (item[1].rank != self._rank, item[0])):
             try:
                 slot = self._open.enter_context(ShmSlot(path))

@@ -86,7 +86,7 @@ class StorageProgress:
 
         Nothing is done without an agent or without a directory.
         """
-        if settings.arena and self.dir is not None:
+        if settings.pool and self.dir is not None:
             session.report_store(self.dir, self._keep.rules, self._protected)
 
     def loaded(self, settings: Settings, folder: str) -> None:
@@ -110,14 +110,14 @@ class StorageProgress:
 
         threading.Thread(target=look, name="dlrover-store", daemon=True).start()
 
-    def warn_of_loss(self, step: int, *, arena: bool) -> None:
+    def warn_of_loss(self, step: int, *, pool: bool) -> None:
         """Log that a checkpoint exists only in memory and will be lost.
 
         Nothing is logged if there is a directory and an agent, which stores the checkpoint.
 
         Args:
             step: its step.
-            arena: whether an agent has the memory, and stores the checkpoint.
+            pool: whether an agent has the memory, and stores the checkpoint.
         """
         if self.dir is None:
             log.warning(
@@ -126,7 +126,7 @@ class StorageProgress:
                 'is given: Checkpointer("/data/run-1"), or the job\'s checkpoint.dir',
                 step,
             )
-        elif not arena:
+        elif not pool:
             log.warning(
                 "step %d is only in memory and will be lost: save(step, state, force=True), and "
                 "close() on all ranks, write it to %s",
@@ -167,7 +167,7 @@ class StorageProgress:
                 timeline=one.timeline,
                 world=context.world,
                 ranks=context.ranks,
-                arena=str(context.folder),
+                pool=str(context.folder),
                 dir=self.dir,
                 job=context.job,
                 node=context.node,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrover_py.checkpoint import shm as arena
+from dlrover_py.checkpoint import shm as pool
 from dlrover_py.checkpoint.directory import CheckpointDirectory
 from dlrover_py.protocol.agents import PersistPhase
 from dlrover_py.protocol.persister import WriteReply, WriteRequest
@@ -18,7 +18,7 @@ from dlrover_py.trainer.standalone import REPLACED_BY_NEWER, StandalonePersister
 from tests.programs import PROGRAMS
 from tests.unit.test_checkpointer import DEADLINE_S
 
-ROOT = Path(arena.__file__).parents[2]
+ROOT = Path(pool.__file__).parents[2]
 PERSISTER = (sys.executable, str(PROGRAMS / "persister.py"))
 ALONE = str(PROGRAMS / "checkpoint_alone.py")
 
@@ -63,7 +63,7 @@ def test_of_orders_that_come_faster_than_they_are_written_each_begun_is_finished
         round=1,
         world=1,
         ranks=[0],
-        arena="/nowhere",
+        pool="/nowhere",
         dir="/nowhere",
         job="j",
         node="n0",
@@ -105,7 +105,7 @@ def test_an_order_of_a_persister_that_has_died_fails_while_the_next_one_lives(
         round=1,
         world=1,
         ranks=[0],
-        arena="/nowhere",
+        pool="/nowhere",
         dir="/nowhere",
         job="j",
         node="n0",
@@ -139,7 +139,7 @@ def test_a_script_that_fails_does_not_wait_for_what_cannot_be_finished(tmp_path:
             round=1,
             world=1,
             ranks=[0],
-            arena="/nowhere",
+            pool="/nowhere",
             dir="/nowhere",
             job="j",
             node="n0",
@@ -205,7 +205,7 @@ def test_the_session_comes_without_torch() -> None:
 
 def test_alone_it_cleans_up_at_the_end(tmp_path: Path) -> None:
     done = ran("keep_in_memory", DLROVER_SHM_DIR=str(tmp_path))
-    assert done.stdout.startswith(arena.POOL_PREFIX), done.stderr
+    assert done.stdout.startswith(pool.POOL_PREFIX), done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

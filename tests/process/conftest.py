@@ -1,4 +1,5 @@
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,16 +11,24 @@ from tests.process.harness import Place, eventually
 @pytest.fixture
 def place(request: pytest.FixtureRequest) -> Iterator[Place]:
     """Folders for one test, and the check that nothing is left behind."""
-    place = Place(whole_torch=request.node.get_closest_marker("whole_torch") is not None)
+    kept = request.node.get_closest_marker("kept_recipes") and request.getfixturevalue("kept")
+    place = Place(whole_torch=request.node.get_closest_marker("whole_torch") is not None, kept=kept)
     try:
         yield place
     finally:
         place.close()
 
 
+@pytest.fixture(scope="session")
+def kept() -> Iterator[Path]:
+    """A folder of the recipes that tests leave for others; see :class:`Place`."""
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
 @pytest.fixture
 def shm(place: Place) -> Iterator[Path]:
-    """Where arenas are; nothing may be left there."""
+    """Where pools are; nothing may be left there."""
     folder = place.folder / "shm"
     folder.mkdir()
     place.env["DLROVER_SHM_DIR"] = str(folder)

@@ -118,16 +118,22 @@ class Place:
     Args:
         whole_torch: whether workers import torch's compiler with the first optimizer, needed or
             not (scripts/late_torch.py).
+        kept: folder for what earlier tests have left. A script that they have run too starts from
+            its recipe. None for a test that starts as the first one.
     """
 
-    def __init__(self, *, whole_torch: bool = False) -> None:
+    def __init__(self, *, whole_torch: bool = False, kept: Path | None = None) -> None:
         self.mark = secrets.token_hex(8)
-        self.folder = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))  # short: unix sockets
+        if kept is None:
+            self.folder = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))  # short: unix sockets
+        else:
+            self.folder = kept / "t"  # a recipe is of a working directory, too
+            self.folder.mkdir()
         self.env = os.environ | {
             MARK: self.mark,
             "DLROVER_RUNTIME_DIR": str(self.folder / "run"),
             "DLROVER_STATE_DIR": str(self.folder / "state"),
-            "DLROVER_CACHE_DIR": "none",  # a second run of a script would start in another way
+            "DLROVER_CACHE_DIR": "none" if kept is None else str(kept / "cache"),
             "PATH": f"{BIN}:{os.environ['PATH']}",
             "PYTHONPATH": "",
             "KUBECONFIG": str(self.folder / "no-kubeconfig"),

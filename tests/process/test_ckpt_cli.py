@@ -35,7 +35,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for step in (5, 6, 7):
             for rank in range(2):
                 stage(
-                    folder / f"arena/{rank}.{step % 3}",
+                    folder / f"pool/{rank}.{step % 3}",
                     [
                         (
                             rows("model.w", rank * 6, 6, 12, 5),
@@ -51,7 +51,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
                     step=step,
                     metric=1.0 / step,
                 )
-            wish = order(folder / "arena", folder / "store", f"c{step}", step=step)
+            wish = order(folder / "pool", folder / "store", f"c{step}", step=step)
             one.send(wish.model_copy(update={"world": 2, "ranks": [0, 1]}))
             answer = one.end(f"c{step}")
             assert answer.phase is PersistPhase.DONE, answer
@@ -159,11 +159,11 @@ def test_no_flipped_byte_of_any_file_is_missed(tmp_path: Path) -> None:
     one = Persister()
     try:
         stage(
-            tmp_path / "arena/0.0",
+            tmp_path / "pool/0.0",
             [(full("model.w", (3,)), raw(W[0, :3])), (full("rank/0/rng", (2,), "uint8"), b"ab")],
             {"epoch": saved(7)},
         )
-        one.send(order(tmp_path / "arena", tmp_path / "store", "c7"))
+        one.send(order(tmp_path / "pool", tmp_path / "store", "c7"))
         assert one.end("c7").phase is PersistPhase.DONE
     finally:
         one.close()

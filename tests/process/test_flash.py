@@ -44,7 +44,7 @@ from tests.process.harness import (
 )
 from tests.programs import PROGRAMS
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(480)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(480), pytest.mark.kept_recipes]
 
 LOOKS, LOOKS_S = 5, 1.0
 """At all nodes' memory, which is changing: what is copied stays for so long at least."""
@@ -81,7 +81,7 @@ class Training:
 
     # --- what there is ---
 
-    def arena(self, node: str) -> Path:
+    def pool(self, node: str) -> Path:
         (found,) = self.shm.glob(f"{POOL_PREFIX}*-{node}")
         return found
 
@@ -333,13 +333,13 @@ def test_a_flipped_bit_is_found_and_the_next_source_is_used(place: Place, shm: P
         kill, at = members(first)[0], first.round
         for sources, step in (("own", 6), ("copy", 6), ("older", 5), ("storage", 4)):
             if sources == "own":
-                flip(slot(its.arena("n0"), 6, "0."), 6)
+                flip(slot(its.pool("n0"), 6, "0."), 6)
             elif sources == "older":  # its peer's copy too: of step 5 each has its own
                 its.allow(5)
-                flip(slot(its.arena("n1"), 6, "peer-0."), 6)
+                flip(slot(its.pool("n1"), 6, "peer-0."), 6)
             elif sources == "storage":
-                flip(slot(its.arena("n0"), 5, "0."), 5)
-                for path in slots(its.arena("n1"), 5, "peer-0."):
+                flip(slot(its.pool("n0"), 5, "0."), 5)
+                for path in slots(its.pool("n1"), 5, "peer-0."):
                     flip(path, 5)
             os.kill(kill.pids[0], signal.SIGKILL)
             status = its.run.running(2, round_after=at)

@@ -42,6 +42,7 @@ from dlrover_py.protocol.persister import (
 )
 from dlrover_py.protocol.slots import ITEM_BYTES, TensorChunk
 from dlrover_py.trainer import restore
+from dlrover_py.trainer.candidates import CheckpointSources
 from tests.programs import PROGRAMS
 from tests.slots import (
     JOB,
@@ -104,8 +105,8 @@ def test_plain_torch_reads_what_was_staged(persister: Persister, tmp_path: Path)
         (full(key, tuple(t.shape), str(t.dtype).removeprefix("torch.")), raw(t))
         for key, t in tensors.items()
     ]
-    stage(tmp_path / "arena/0.0", staged, {"epoch": saved({"at": 4})}, persist=True, metric=0.5)
-    persister.send(order(tmp_path / "arena", tmp_path / "ckpt", "a1"))
+    stage(tmp_path / "pool/0.0", staged, {"epoch": saved({"at": 4})}, persist=True, metric=0.5)
+    persister.send(order(tmp_path / "pool", tmp_path / "ckpt", "a1"))
     answer = persister.end("a1")
     assert answer.phase is PersistPhase.DONE, answer
     store = CheckpointDirectory(tmp_path / "ckpt")
@@ -121,7 +122,7 @@ def test_plain_torch_reads_what_was_staged(persister: Persister, tmp_path: Path)
         ".metadata",
         "__0_0.distcp",
     }
-    ((_, header),) = scan(tmp_path / "arena")
+    ((_, header),) = scan(tmp_path / "pool")
     assert not header.persist, "it need not be spared any more"
     shapes = {
         key: (list(t.shape), str(t.dtype).removeprefix("torch.")) for key, t in tensors.items()
@@ -146,10 +147,10 @@ def test_a_store_is_told_about_how_large_a_file_becomes(tmp_path: Path) -> None:
 
     size = 1 << 18
     tensors = [(full("w", (size,)), bytes(4 * size)), (full("v", (size,)), bytes(4 * size))]
-    stage(tmp_path / "arena/0.0", tensors, {"epoch": bytes(1 << 16)})
+    stage(tmp_path / "pool/0.0", tensors, {"epoch": bytes(1 << 16)})
     store = CheckpointDirectory(tmp_path)
     store.place = Measuring(tmp_path)
-    attempt = WriteAttempt(order(tmp_path / "arena", tmp_path, "w1"), lambda _: store, print, None)
+    attempt = WriteAttempt(order(tmp_path / "pool", tmp_path, "w1"), lambda _: store, print, None)
     attempt.start()
     attempt.thread.join()
     ((name, nbytes),) = told.items()
@@ -162,7 +163,7 @@ def test_three_nodes_write_one_checkpoint(trio: list[Persister], tmp_path: Path)
     copied = torch.randn(1 << 18)
     for rank in range(3):
         stage(
-            tmp_path / f"arena{rank}/0.1",
+            tmp_path / f"pool{rank}/0.1",
             [
                 (rows("model.sharded", rank * 4, 4, 12, 5), raw(W[rank * 4 : rank * 4 + 4])),
                 *(
@@ -179,7 +180,7 @@ def test_three_nodes_write_one_checkpoint(trio: list[Persister], tmp_path: Path)
         writers = ("n0", "n1", "n2") if rank == 0 else ()
         trio[rank].send(
             order(
-                tmp_path / f"arena{rank}",
+                tmp_path / f"pool{rank}",
                 tmp_path / "ckpt",
                 "t1",
                 world=3,
@@ -221,9 +222,9 @@ def test_three_nodes_write_one_checkpoint(trio: list[Persister], tmp_path: Path)
 def test_the_metric_is_the_lowest_ranks(trio: list[Persister], tmp_path: Path) -> None:
     """Whatever node that is on: after a replacement nodes and ranks are in no order."""
     for rank, node in ((1, 0), (0, 1)):
-        arena = tmp_path / f"arena{node}"
-        simple(arena / "0.0", rank=rank, world=2, metric=(0.25, 99.0)[rank])
-        mine = order(arena, tmp_path / "ckpt", "m3", world=2, ranks=(rank,), node=f"n{node}")
+        pool = tmp_path / f"pool{node}"
+        simple(pool / "0.0", rank=rank, world=2, metric=(0.25, 99.0)[rank])
+        mine = order(pool, tmp_path / "ckpt", "m3", world=2, ranks=(rank,), node=f"n{node}")
         trio[node].send(mine.model_copy(update={"writers": ["n0", "n1"] if rank == 0 else []}))
     ends = [one.end("m3") for one in trio[:2]]
     assert [e.phase for e in ends] == [PersistPhase.DONE] * 2, ends
@@ -233,21 +234,21 @@ def test_the_metric_is_the_lowest_ranks(trio: list[Persister], tmp_path: Path) -
 
 def test_replicas_stand_in_for_a_lost_node(persister: Persister, tmp_path: Path) -> None:
     """Of rank 1 only a peer's copy is left, without the bytes that rank 0 has as well."""
-    arena = tmp_path / "arena"
+    pool = tmp_path / "pool"
     for rank, name in enumerate(("0.0", "peer-1.0")):
         private = (full(f"rank/{rank}/rng", (3,), "uint8"), bytes([rank] * 3))
         stage(
-            arena / name,
+            pool / name,
             [(full("model.w", (12, 5)), raw(W)), private],
             rank=rank,
             world=2,
             private_only=rank == 1,
         )
-    with ShmSlot(arena / "peer-1.0", write=True) as slot:
+    with ShmSlot(pool / "peer-1.0", write=True) as slot:
         header = slot.header()
         assert header is not None
         slot.view()[4096 : header.private_offset] = bytes(header.private_offset - 4096)
-    persister.send(order(arena, tmp_path / "ckpt", "r1", world=2, ranks=(0, 1)))
+    persister.send(order(pool, tmp_path / "ckpt", "r1", world=2, ranks=(0, 1)))
     answer = persister.end("r1")
     assert answer.phase is PersistPhase.DONE, answer
     store = CheckpointDirectory(tmp_path / "ckpt")
@@ -259,12 +260,12 @@ def test_replicas_stand_in_for_a_lost_node(persister: Persister, tmp_path: Path)
 def test_copies_that_differ_are_told_of(persister: Persister, tmp_path: Path) -> None:
     for rank in range(2):
         stage(
-            tmp_path / f"arena/{rank}.0",
+            tmp_path / f"pool/{rank}.0",
             [(full("model.running_mean", (4,)), raw(torch.full((4,), float(rank))))],
             rank=rank,
             world=2,
         )
-    persister.send(order(tmp_path / "arena", tmp_path / "ckpt", "d1", world=2, ranks=(0, 1)))
+    persister.send(order(tmp_path / "pool", tmp_path / "ckpt", "d1", world=2, ranks=(0, 1)))
     answer = persister.end("d1")
     assert answer.phase is PersistPhase.DONE
     words = "ranks hold different values of model.running_mean: the lowest rank's are kept"
@@ -276,8 +277,8 @@ def test_copies_that_differ_are_told_of(persister: Persister, tmp_path: Path) ->
 
 def test_retention_follows_each_commit(persister: Persister, tmp_path: Path) -> None:
     for step, metric in ((1, 0.1), (2, 0.9), (3, 0.5), (4, 0.7)):
-        simple(tmp_path / "arena/0.0", step, metric=metric)
-        wish = order(tmp_path / "arena", tmp_path / "ckpt", f"k{step}", step=step)
+        simple(tmp_path / "pool/0.0", step, metric=metric)
+        wish = order(tmp_path / "pool", tmp_path / "ckpt", f"k{step}", step=step)
         persister.send(wish.model_copy(update={"keep": KeepRules(newest=1, every=3, best=1)}))
         assert persister.end(f"k{step}").phase is PersistPhase.DONE
     assert [m.step for m in CheckpointDirectory(tmp_path / "ckpt").checkpoints()] == [4, 3, 1]
@@ -287,12 +288,12 @@ def test_retention_follows_each_commit(persister: Persister, tmp_path: Path) -> 
 
 
 def test_a_leftover_that_cannot_be_removed_is_a_note(persister: Persister, tmp_path: Path) -> None:
-    simple(tmp_path / "arena/0.0")
+    simple(tmp_path / "pool/0.0")
     store = CheckpointDirectory(tmp_path / "ckpt")
     left = folder_of(3, DRAWN)
     for name in ("parts", "__0_0.distcp"):  # that is no file, to unlink it fails
         (tmp_path / "ckpt" / left / name).mkdir(parents=True)
-    persister.send(order(tmp_path / "arena", tmp_path / "ckpt", "l1"))
+    persister.send(order(tmp_path / "pool", tmp_path / "ckpt", "l1"))
     answer = persister.end("l1")
     assert answer.phase is PersistPhase.DONE, answer
     assert answer.notes == (
@@ -301,26 +302,26 @@ def test_a_leftover_that_cannot_be_removed_is_a_note(persister: Persister, tmp_p
 
 
 def test_a_flipped_bit_does_not_reach_storage(persister: Persister, tmp_path: Path) -> None:
-    arena, store = tmp_path / "arena", CheckpointDirectory(tmp_path / "ckpt")
-    simple(arena / "0.0", 6, size=1 << 20)
-    persister.send(order(arena, tmp_path / "ckpt", "f0", step=6))
+    pool, store = tmp_path / "pool", CheckpointDirectory(tmp_path / "ckpt")
+    simple(pool / "0.0", 6, size=1 << 20)
+    persister.send(order(pool, tmp_path / "ckpt", "f0", step=6))
     assert persister.end("f0").phase is PersistPhase.DONE
-    simple(arena / "0.1", 7, size=1 << 20, persist=True)
-    with ShmSlot(arena / "0.1", write=True) as slot:
+    simple(pool / "0.1", 7, size=1 << 20, persist=True)
+    with ShmSlot(pool / "0.1", write=True) as slot:
         slot.view()[4096 + (3 << 20)] ^= 4
-    persister.send(order(arena, tmp_path / "ckpt", "f1"))
+    persister.send(order(pool, tmp_path / "ckpt", "f1"))
     answer = persister.end("f1")
     assert answer.phase is PersistPhase.FAILED
     assert "model.w of rank 0: its bytes in" in answer.why
     assert "are not those that were staged" in answer.why
     assert [m.step for m in store.checkpoints()] == [6], "the one before stays"
     assert not (tmp_path / "ckpt/step-7.f1").exists(), "nothing is left half"
-    assert not any(s.persist for _, s in scan(arena)), "a slot that is no good is not spared"
+    assert not any(s.persist for _, s in scan(pool)), "a slot that is no good is not spared"
 
 
 def test_a_shard_that_nobody_has_is_named(persister: Persister, tmp_path: Path) -> None:
-    stage(tmp_path / "arena/0.0", [(rows("model.w", 0, 4, 12, 5), raw(W[:4]))], world=3)
-    persister.send(order(tmp_path / "arena", tmp_path / "ckpt", "s1", world=3))
+    stage(tmp_path / "pool/0.0", [(rows("model.w", 0, 4, 12, 5), raw(W[:4]))], world=3)
+    persister.send(order(tmp_path / "pool", tmp_path / "ckpt", "s1", world=3))
     answer = persister.end("s1")
     assert answer.phase is PersistPhase.FAILED
     assert "model.w: the slots hold 20 of its 60 elements" in answer.why
@@ -330,8 +331,8 @@ def test_a_shard_that_nobody_has_is_named(persister: Persister, tmp_path: Path) 
 def test_a_step_that_is_gone_from_memory_is_not_waited_for(
     persister: Persister, tmp_path: Path
 ) -> None:
-    simple(tmp_path / "arena/0.0", 9)
-    persister.send(order(tmp_path / "arena", tmp_path / "ckpt", "g1"))
+    simple(tmp_path / "pool/0.0", 9)
+    persister.send(order(tmp_path / "pool", tmp_path / "ckpt", "g1"))
     answer = persister.end("g1")
     assert answer.phase is PersistPhase.FAILED
     assert "step 7 of rank 0 is not in" in answer.why
@@ -340,9 +341,9 @@ def test_a_step_that_is_gone_from_memory_is_not_waited_for(
 
 def test_a_slot_that_is_sealed_later_is_waited_for(persister: Persister, tmp_path: Path) -> None:
     """Without an agent, one worker orders while another one still copies."""
-    persister.send(order(tmp_path / "arena", tmp_path / "ckpt", "l1"))
+    persister.send(order(tmp_path / "pool", tmp_path / "ckpt", "l1"))
     persister.next(PersistPhase.WRITING, attempt="l1")
-    simple(tmp_path / "arena/0.0")
+    simple(tmp_path / "pool/0.0")
     assert persister.end("l1").phase is PersistPhase.DONE
 
 
@@ -350,10 +351,10 @@ def test_a_folder_that_is_not_shared_is_told_in_words(
     trio: list[Persister], tmp_path: Path
 ) -> None:
     for rank in range(2):
-        simple(tmp_path / f"arena{rank}/0.0", rank=rank, world=2)
+        simple(tmp_path / f"pool{rank}/0.0", rank=rank, world=2)
         trio[rank].send(
             order(
-                tmp_path / f"arena{rank}",
+                tmp_path / f"pool{rank}",
                 tmp_path / f"ckpt-of-n{rank}",
                 "w1",
                 world=2,
@@ -372,15 +373,15 @@ def test_a_folder_that_is_not_shared_is_told_in_words(
 
 def test_who_fails_tells_the_others(trio: list[Persister], tmp_path: Path) -> None:
     for rank in range(2):
-        simple(tmp_path / f"arena{rank}/0.0", rank=rank, world=2, size=1 << 18)
-    with ShmSlot(tmp_path / "arena1/0.0", write=True) as slot:
+        simple(tmp_path / f"pool{rank}/0.0", rank=rank, world=2, size=1 << 18)
+    with ShmSlot(tmp_path / "pool1/0.0", write=True) as slot:
         slot.view()[5000] ^= 1
     # Rank 0's copy has the same digest, and rank 1 writes nothing of it: give it something.
-    stage(tmp_path / "arena0/0.0", [(full("a", (4,)), bytes(16))], rank=0, world=2)
+    stage(tmp_path / "pool0/0.0", [(full("a", (4,)), bytes(16))], rank=0, world=2)
     for rank in (1, 0):
         trio[rank].send(
             order(
-                tmp_path / f"arena{rank}",
+                tmp_path / f"pool{rank}",
                 tmp_path / "ckpt",
                 "o1",
                 world=2,
@@ -397,12 +398,12 @@ def test_who_fails_tells_the_others(trio: list[Persister], tmp_path: Path) -> No
 
 
 def test_two_jobs_in_one_directory_are_refused(trio: list[Persister], tmp_path: Path) -> None:
-    arenas = [tmp_path / "arena0", tmp_path / "arena1"]
-    simple(arenas[0] / "0.0")
-    trio[0].send(order(arenas[0], tmp_path / "ckpt", "j1", name="gpt"))
+    pools = [tmp_path / "pool0", tmp_path / "pool1"]
+    simple(pools[0] / "0.0")
+    trio[0].send(order(pools[0], tmp_path / "ckpt", "j1", name="gpt"))
     assert trio[0].end("j1").phase is PersistPhase.DONE
-    simple(arenas[1] / "0.0", job="job-uid-2")
-    trio[1].send(order(arenas[1], tmp_path / "ckpt", "j2", job="job-uid-2"))
+    simple(pools[1] / "0.0", job="job-uid-2")
+    trio[1].send(order(pools[1], tmp_path / "ckpt", "j2", job="job-uid-2"))
     answer = trio[1].end("j2")
     assert answer.phase is PersistPhase.FAILED
     assert "is written by another job, gpt (job-uid-1): give each job" in answer.why
@@ -421,10 +422,10 @@ def test_survivors_store_once_when_the_job_renews_its_lease_no_more(tmp_path: Pa
         store = CheckpointDirectory(place, clock=lambda: next(looks))
         store.prepare()
         store.join(DirectoryOwner(JOB))
-        simple(tmp_path / f"arena-{node}/0.0")
+        simple(tmp_path / f"pool-{node}/0.0")
         said: list[WriteReply] = []
         mine = order(
-            tmp_path / f"arena-{node}", place, DRAWN, node=node, writers=(node,), grant=3
+            tmp_path / f"pool-{node}", place, DRAWN, node=node, writers=(node,), grant=3
         ).model_copy(update={"without_master": True})
         attempt = WriteAttempt(mine, lambda _: store, said.append, None)
         attempt.start()
@@ -452,10 +453,10 @@ def test_survivors_store_once_when_the_job_renews_its_lease_no_more(tmp_path: Pa
 
 
 def test_a_cancelled_order_frees_its_slots(persister: Persister, tmp_path: Path) -> None:
-    simple(tmp_path / "arena/0.0", persist=True)
-    persister.send(order(tmp_path / "arena", tmp_path / "ckpt", "c1", grant=None))
+    simple(tmp_path / "pool/0.0", persist=True)
+    persister.send(order(tmp_path / "pool", tmp_path / "ckpt", "c1", grant=None))
     persister.next(PersistPhase.READY, attempt="c1")
-    with ShmSlot(tmp_path / "arena/0.0", write=True) as slot:
+    with ShmSlot(tmp_path / "pool/0.0", write=True) as slot:
         assert not slot.lock(shared=False), "it is being read"
         persister.send(CancelWrite(attempt="c1"))
         assert persister.end("c1").why == "canceled"
@@ -468,7 +469,7 @@ def test_a_cancel_while_slots_are_let_go_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for rank in range(2):
-        simple(tmp_path / f"arena/{rank}.0", rank=rank, world=2)
+        simple(tmp_path / f"pool/{rank}.0", rank=rank, world=2)
     said: list[WriteReply] = []
     close = ShmSlot.close
 
@@ -480,7 +481,7 @@ def test_a_cancel_while_slots_are_let_go_is_told(
         monkeypatch.setattr(ShmSlot, "close", closed)
         raise OSError("the store is gone")
 
-    mine = order(tmp_path / "arena", tmp_path / "ckpt", "c3", world=2, ranks=(0, 1))
+    mine = order(tmp_path / "pool", tmp_path / "ckpt", "c3", world=2, ranks=(0, 1))
     attempt = WriteAttempt(mine, gone, said.append, None)
     attempt.start()
     attempt.thread.join()
@@ -488,11 +489,11 @@ def test_a_cancel_while_slots_are_let_go_is_told(
 
 
 def test_a_newer_order_calls_the_older_one_off(persister: Persister, tmp_path: Path) -> None:
-    simple(tmp_path / "arena/0.0", 7)
-    simple(tmp_path / "arena/0.1", 8)
-    persister.send(order(tmp_path / "arena", tmp_path / "ckpt", "n1", grant=None))
+    simple(tmp_path / "pool/0.0", 7)
+    simple(tmp_path / "pool/0.1", 8)
+    persister.send(order(tmp_path / "pool", tmp_path / "ckpt", "n1", grant=None))
     persister.next(PersistPhase.READY, attempt="n1")
-    persister.send(order(tmp_path / "arena", tmp_path / "ckpt", "n2", step=8))
+    persister.send(order(tmp_path / "pool", tmp_path / "ckpt", "n2", step=8))
     assert "canceled by a newer request: step 8" in persister.end("n1").why
     assert persister.end("n2").phase is PersistPhase.DONE
     assert [m.step for m in CheckpointDirectory(tmp_path / "ckpt").checkpoints()] == [8]
@@ -500,8 +501,8 @@ def test_a_newer_order_calls_the_older_one_off(persister: Persister, tmp_path: P
 
 def test_the_same_order_again_is_a_grant_at_most(persister: Persister, tmp_path: Path) -> None:
     """An agent that lost an answer repeats itself."""
-    simple(tmp_path / "arena/0.0")
-    wish = order(tmp_path / "arena", tmp_path / "ckpt", "x1", grant=None)
+    simple(tmp_path / "pool/0.0")
+    wish = order(tmp_path / "pool", tmp_path / "ckpt", "x1", grant=None)
     persister.send(wish)
     persister.next(PersistPhase.READY, attempt="x1")
     persister.send(wish)
@@ -512,12 +513,12 @@ def test_the_same_order_again_is_a_grant_at_most(persister: Persister, tmp_path:
 
 def test_a_coordinator_that_comes_too_late_is_fenced(trio: list[Persister], tmp_path: Path) -> None:
     """It was cut off with everything written; its grant arrives after others have gone on."""
-    simple(tmp_path / "arena0/0.0", 7)
-    simple(tmp_path / "arena1/0.0", 8)
-    trio[0].send(order(tmp_path / "arena0", tmp_path / "ckpt", "z1", grant=None))
+    simple(tmp_path / "pool0/0.0", 7)
+    simple(tmp_path / "pool1/0.0", 8)
+    trio[0].send(order(tmp_path / "pool0", tmp_path / "ckpt", "z1", grant=None))
     trio[0].next(PersistPhase.READY, attempt="z1")
     trio[1].send(
-        order(tmp_path / "arena1", tmp_path / "ckpt", "z2", step=8, node="n1", writers=("n1",))
+        order(tmp_path / "pool1", tmp_path / "ckpt", "z2", step=8, node="n1", writers=("n1",))
     )
     assert trio[1].end("z2").phase is PersistPhase.DONE
     trio[0].send(CommitGrant(attempt="z1", term=1))
@@ -529,11 +530,11 @@ def test_a_coordinator_that_comes_too_late_is_fenced(trio: list[Persister], tmp_
 
 def test_a_late_grant_of_an_older_master_is_refused(trio: list[Persister], tmp_path: Path) -> None:
     """It is cut off, and so is its node: both go on as if nobody else had stored anything."""
-    simple(tmp_path / "arena0/0.0", 7)
-    simple(tmp_path / "arena1/0.0", 8)
+    simple(tmp_path / "pool0/0.0", 7)
+    simple(tmp_path / "pool1/0.0", 8)
     trio[1].send(
         order(
-            tmp_path / "arena1",
+            tmp_path / "pool1",
             tmp_path / "ckpt",
             "m2",
             step=8,
@@ -543,7 +544,7 @@ def test_a_late_grant_of_an_older_master_is_refused(trio: list[Persister], tmp_p
         )
     )
     assert trio[1].end("m2").phase is PersistPhase.DONE
-    trio[0].send(order(tmp_path / "arena0", tmp_path / "ckpt", "m1", grant=None))
+    trio[0].send(order(tmp_path / "pool0", tmp_path / "ckpt", "m1", grant=None))
     trio[0].next(PersistPhase.READY, attempt="m1")
     trio[0].send(CommitGrant(attempt="m1", term=1))
     answer = trio[0].end("m1")
@@ -553,8 +554,8 @@ def test_a_late_grant_of_an_older_master_is_refused(trio: list[Persister], tmp_p
 
 
 def test_a_tombstone_alone_fences(persister: Persister, tmp_path: Path) -> None:
-    simple(tmp_path / "arena/0.0")
-    persister.send(order(tmp_path / "arena", tmp_path / "ckpt", DRAWN, grant=None))
+    simple(tmp_path / "pool/0.0")
+    persister.send(order(tmp_path / "pool", tmp_path / "ckpt", DRAWN, grant=None))
     persister.next(PersistPhase.READY, attempt=DRAWN)
     store = CheckpointDirectory(tmp_path / "ckpt")
     assert store.sweep(now=time.time()) == [folder_of(7, DRAWN)]
@@ -576,11 +577,11 @@ def test_a_full_disk_is_told_and_nothing_is_left_half(tmp_path: Path) -> None:
         pytest.skip("a small file system can be mounted by root only")
     one = Persister()
     try:
-        simple(tmp_path / "arena/0.0", 6, size=1 << 20)
-        one.send(order(tmp_path / "arena", small / "ckpt", "e1", step=6))
+        simple(tmp_path / "pool/0.0", 6, size=1 << 20)
+        one.send(order(tmp_path / "pool", small / "ckpt", "e1", step=6))
         assert one.end("e1").phase is PersistPhase.DONE
-        simple(tmp_path / "arena/0.1", 7, size=1 << 20)
-        one.send(order(tmp_path / "arena", small / "ckpt", "e2"))
+        simple(tmp_path / "pool/0.1", 7, size=1 << 20)
+        one.send(order(tmp_path / "pool", small / "ckpt", "e2"))
         answer = one.end("e2")
         assert answer.phase is PersistPhase.FAILED
         assert answer.why == f"{small}/ckpt/step-7.e2/__0_0.distcp: No space left on device"
@@ -599,11 +600,11 @@ def test_a_file_that_may_not_grow_is_told(tmp_path: Path) -> None:
 
     one = Persister(preexec=limit)
     try:
-        simple(tmp_path / "arena/0.0", 6, size=1 << 10)
-        one.send(order(tmp_path / "arena", tmp_path / "ckpt", "e1", step=6))
+        simple(tmp_path / "pool/0.0", 6, size=1 << 10)
+        one.send(order(tmp_path / "pool", tmp_path / "ckpt", "e1", step=6))
         assert one.end("e1").phase is PersistPhase.DONE
-        simple(tmp_path / "arena/0.1", 7, size=1 << 20)
-        one.send(order(tmp_path / "arena", tmp_path / "ckpt", "e2"))
+        simple(tmp_path / "pool/0.1", 7, size=1 << 20)
+        one.send(order(tmp_path / "pool", tmp_path / "ckpt", "e2"))
         assert "step-7.e2/__0_0.distcp: File too large" in one.end("e2").why
         assert [m.step for m in CheckpointDirectory(tmp_path / "ckpt").checkpoints()] == [6]
     finally:
@@ -612,8 +613,8 @@ def test_a_file_that_may_not_grow_is_told(tmp_path: Path) -> None:
 
 def test_a_directory_that_cannot_be_made_is_told(persister: Persister, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    simple(tmp_path / "arena/0.0")
-    persister.send(order(tmp_path / "arena", tmp_path / "file/ckpt", "p1"))
+    simple(tmp_path / "pool/0.0")
+    persister.send(order(tmp_path / "pool", tmp_path / "file/ckpt", "p1"))
     assert persister.end("p1").why == f"{tmp_path}/file/ckpt: Not a directory"
 
 
@@ -625,14 +626,14 @@ def test_a_store_that_hangs_is_told_and_the_trainer_goes_on(tmp_path: Path) -> N
     fcntl.fcntl(leased, fcntl.F_SETSIG, signal.SIGURG)  # by default it is ignored
     fcntl.fcntl(leased, fcntl.F_SETLEASE, fcntl.F_WRLCK)
     try:
-        simple(tmp_path / "arena/0.0")
-        one.send(order(tmp_path / "arena", tmp_path / "dead", "h1", deadline_s=10.0))
+        simple(tmp_path / "pool/0.0")
+        one.send(order(tmp_path / "pool", tmp_path / "dead", "h1", deadline_s=10.0))
         answer = one.end("h1")
         assert answer.phase is PersistPhase.FAILED
         assert answer.why.startswith(f"{tmp_path}/dead has not answered for ")
-        with ShmSlot(tmp_path / "arena/0.0", write=True) as slot:
+        with ShmSlot(tmp_path / "pool/0.0", write=True) as slot:
             assert slot.lock(shared=False), "the trainer may fill it anew"
-        one.send(order(tmp_path / "arena", tmp_path / "ckpt", "h2", deadline_s=10.0))
+        one.send(order(tmp_path / "pool", tmp_path / "ckpt", "h2", deadline_s=10.0))
         assert "has not answered the previous attempt" in one.end("h2").why
     finally:
         os.close(leased)
@@ -658,10 +659,10 @@ def test_a_write_may_take_as_long_as_it_goes_on(tmp_path: Path, monkeypatch: Any
                 monkeypatch.setattr(made, "write", slowly, raising=False)
             return made
 
-    stage(tmp_path / "arena/0.0", [(full("a", (4,)), bytes(16))], world=2)
+    stage(tmp_path / "pool/0.0", [(full("a", (4,)), bytes(16))], world=2)
     nbytes = 16 * writer.WRITE_BYTES
     piece = full("b", (nbytes // 4,))
-    stage(tmp_path / "arena/1.0", [(piece, bytes(nbytes))], rank=1, world=2)
+    stage(tmp_path / "pool/1.0", [(piece, bytes(nbytes))], rank=1, world=2)
     said = list[WriteReply]()
 
     def slow(where: str) -> CheckpointDirectory:
@@ -674,7 +675,7 @@ def test_a_write_may_take_as_long_as_it_goes_on(tmp_path: Path, monkeypatch: Any
     attempts = []
     for node in range(2):
         mine = order(
-            tmp_path / "arena",
+            tmp_path / "pool",
             tmp_path / "ckpt",
             "s1",
             world=2,
@@ -706,8 +707,8 @@ def wait_for(look: Callable[[], object], what: str, within_s: float = 60.0) -> N
 
 def test_it_ends_with_its_input_and_lets_others_write(tmp_path: Path) -> None:
     one = Persister()
-    simple(tmp_path / "arena/0.0")
-    one.send(order(tmp_path / "arena", tmp_path / "ckpt", "q1"))
+    simple(tmp_path / "pool/0.0")
+    one.send(order(tmp_path / "pool", tmp_path / "ckpt", "q1"))
     assert one.end("q1").phase is PersistPhase.DONE
     # A terminal's Ctrl-C goes to all processes, and so do signals of batch systems (Slurm's USR1).
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
@@ -726,8 +727,8 @@ def test_it_ends_with_its_parent(tmp_path: Path) -> None:
     assert parent.stdin is not None
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
-    simple(tmp_path / "arena/0.0")
-    parent.stdin.write(order(tmp_path / "arena", tmp_path / "ckpt", "b1", grant=None).encode())
+    simple(tmp_path / "pool/0.0")
+    parent.stdin.write(order(tmp_path / "pool", tmp_path / "ckpt", "b1", grant=None).encode())
     parent.stdin.flush()
     assert parent.stdout.readline() == b"up\n"
     child = os.pidfd_open(pid)
@@ -748,7 +749,7 @@ def load(store: CheckpointDirectory) -> int:
     """What a restarted training gets: the step, of which every byte is; 0 if there is none."""
     tensors = {str(i): torch.zeros(1 << 16) for i in range(12)}
     found = restore.load(
-        {"model": tensors}, rank=0, world=1, arena=None, agent=None, store=store, log=LOG, job=JOB
+        {"model": tensors}, CheckpointSources(store=store, job=JOB), rank=0, world=1, log=LOG
     )
     step = 0 if found is None else found.step
     for key, tensor in tensors.items():

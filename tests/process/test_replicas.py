@@ -16,6 +16,7 @@ from dlrover_py.checkpoint import shm
 from dlrover_py.checkpoint.shm import ShmSlot
 from dlrover_py.checkpoint.transfer import TransferConnection, connect_to_peer
 from dlrover_py.trainer import restore
+from dlrover_py.trainer.candidates import CheckpointSources
 from tests.process.harness import Place
 from tests.process.probes.depot import pattern, stage
 
@@ -102,14 +103,11 @@ def loaded(link: TransferConnection, nbytes: int) -> int:
     }
     found = restore.load(
         {"model": model},
+        CheckpointSources(agent=link, job=JOB),
         rank=0,
         world=1,
-        arena=None,
-        agent=link,
-        store=None,
-        strict=False,
         log=logging.getLogger("test"),
-        job=JOB,
+        strict=False,
     )
     if found is None:
         return 0

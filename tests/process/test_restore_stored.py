@@ -13,6 +13,7 @@ from dlrover_py.checkpoint.directory import CheckpointDirectory
 from dlrover_py.protocol.agents import PersistPhase
 from dlrover_py.protocol.persister import WriteRequest
 from dlrover_py.trainer import restore
+from dlrover_py.trainer.candidates import CheckpointSources
 from dlrover_py.trainer.dcp_import import load_dcp
 from tests.slots import JOB, Persister
 from tests.staged import stage
@@ -47,7 +48,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_persisted_state_is_read_in_each_way(tmp_path: Path) -> None:
     saved = build(1)
-    folder, directory = tmp_path / "arena", tmp_path / "checkpoints"
+    folder, directory = tmp_path / "pool", tmp_path / "checkpoints"
     folder.mkdir()
     stage(folder / "0.0", saved, step=7, round=1, job=JOB)
     persister = Persister()
@@ -58,7 +59,7 @@ def test_a_persisted_state_is_read_in_each_way(tmp_path: Path) -> None:
             round=1,
             world=1,
             ranks=[0],
-            arena=str(folder),
+            pool=str(folder),
             dir=str(directory),
             job=JOB,
             node="n0",
@@ -73,7 +74,7 @@ def test_a_persisted_state_is_read_in_each_way(tmp_path: Path) -> None:
     store = CheckpointDirectory(directory)
     ours = build(2)
     found = restore.load(
-        ours, rank=0, world=1, arena=None, agent=None, store=store, log=LOG, job="another"
+        ours, CheckpointSources(store=store, job="another"), rank=0, world=1, log=LOG
     )
     assert found is not None
     assert (found.step, found.folder) == (7, "step-7.a1")

@@ -154,7 +154,7 @@ def test_two_nodes_write_into_a_bucket_and_torch_reads_it(
         for rank in range(2):
             mine = values[rank * 4 : rank * 4 + 4].contiguous()
             stage(
-                tmp_path / f"arena{rank}/0.0",
+                tmp_path / f"pool{rank}/0.0",
                 [
                     (rows("model.w", rank * 4, 4, 8, 1 << 20), bytes(mine.view(-1).numpy())),
                     (full(f"rank/{rank}/rng", (3,), "uint8"), bytes(3)),
@@ -164,7 +164,7 @@ def test_two_nodes_write_into_a_bucket_and_torch_reads_it(
             )
             nodes[rank].send(
                 order(
-                    tmp_path / f"arena{rank}",
+                    tmp_path / f"pool{rank}",
                     url,
                     "s1",
                     world=2,
@@ -210,10 +210,10 @@ def test_a_server_that_is_gone_is_told_in_time(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    stage(tmp_path / "arena/0.0", [(full("w", (4,)), bytes(16))])
+    stage(tmp_path / "pool/0.0", [(full("w", (4,)), bytes(16))])
     one = Persister()
     try:
-        one.send(order(tmp_path / "arena", url, "g1", deadline_s=15.0))
+        one.send(order(tmp_path / "pool", url, "g1", deadline_s=15.0))
         answer = one.end("g1")
     finally:
         one.close()
@@ -225,10 +225,10 @@ def test_a_key_that_is_revoked_leaves_what_is_there(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stored(step: int) -> WriteReply:
-        stage(tmp_path / f"arena/0.{step % 3}", [(full("w", (4,)), bytes(16))], step=step)
+        stage(tmp_path / f"pool/0.{step % 3}", [(full("w", (4,)), bytes(16))], step=step)
         one = Persister()
         try:
-            one.send(order(tmp_path / "arena", url, f"k{step}", step=step))
+            one.send(order(tmp_path / "pool", url, f"k{step}", step=step))
             return one.end(f"k{step}")
         finally:
             one.close()

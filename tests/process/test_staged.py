@@ -44,7 +44,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def checkpointer(folder: Path) -> Iterator[Checkpointer]:
-    one = Checkpointer(settings=Settings(arena=str(folder), job="j"), rng=False)
+    one = Checkpointer(settings=Settings(pool=str(folder), job="j"), rng=False)
     yield one
     one.close()
 
@@ -173,7 +173,7 @@ def test_before_a_step_that_is_one_graph_all_is_copied(
         step()
     for first in (1, 4):  # another Checkpointer is another fence
         caplog.clear()
-        with Checkpointer(settings=Settings(arena=str(folder), job="j"), rng=False) as one:
+        with Checkpointer(settings=Settings(pool=str(folder), job="j"), rng=False) as one:
             slowly(one)
             for number in range(first, first + 3):
                 want = now(state)

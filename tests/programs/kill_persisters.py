@@ -50,7 +50,7 @@ def staged(step: int) -> None:
     for rank in range(2):
         values = bytes([step % 251]) * (1 << 18)
         tensors = [(full(key, (1 << 16,)), values) for key in KEYS]
-        stage(root / f"arena{rank}" / f"0.{step % 3}", tensors, rank=rank, world=2, step=step)
+        stage(root / f"pool{rank}" / f"0.{step % 3}", tensors, rank=rank, world=2, step=step)
 
 
 def reply(line: bytes) -> WriteReply:
@@ -75,7 +75,7 @@ def attempt(step: int, victim: int | None, after: float | None) -> tuple[float, 
     began = time.monotonic()
     for rank in (1, 0):
         request = order(
-            root / f"arena{rank}",
+            root / f"pool{rank}",
             root / "ckpt",
             f"{step:012x}",
             step=step,

@@ -13,7 +13,7 @@ from dlrover_py.trainer import Checkpointer  # noqa: E402
 from dlrover_py.trainer.settings import Settings  # noqa: E402
 
 state = {"model": torch.nn.Linear(2, 2), "seen": 3}  # an optimizer imports it all by itself
-place = Settings(arena=sys.argv[1], job="job")
+place = Settings(pool=sys.argv[1], job="job")
 with Checkpointer(settings=place) as saver:
     assert saver.load(state) is None
     assert saver.save(1, state)

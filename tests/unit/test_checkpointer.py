@@ -19,7 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from dlrover_py.checkpoint import shm as arena
+from dlrover_py.checkpoint import shm as pool
 from dlrover_py.checkpoint.directory import CheckpointDirectory, folder_of
 from dlrover_py.checkpoint.shm import ShmSlot
 from dlrover_py.protocol.checkpoint_id import CheckpointId
@@ -54,16 +54,16 @@ def clock() -> Clock:
 
 @pytest.fixture
 def make(tmp_path: Path, clock: Clock) -> Iterator[Callable[..., Checkpointer]]:
-    """Checkpointers of a worker whose agent has an arena."""
+    """Checkpointers of a worker whose agent has a pool."""
     made = []
 
     def checkpointer(
         dir: Path | None = None, *, job: Any = None, restarts: int = 0, **options: Any
     ) -> Checkpointer:
-        folder = tmp_path / "arena"
+        folder = tmp_path / "pool"
         folder.mkdir(exist_ok=True)
         settings = Settings(
-            arena=str(folder), job="u1", round=3, checkpoint=job or {}, restart_count=restarts
+            pool=str(folder), job="u1", round=3, checkpoint=job or {}, restart_count=restarts
         )
         one = Checkpointer(dir, settings=settings, clock=clock, **options)
         made.append(one)
@@ -75,7 +75,7 @@ def make(tmp_path: Path, clock: Clock) -> Iterator[Callable[..., Checkpointer]]:
 
 
 def held(tmp_path: Path) -> dict[int, SlotHeader]:
-    return {header.step: header for _, header in arena.scan(tmp_path / "arena")}
+    return {header.step: header for _, header in pool.scan(tmp_path / "pool")}
 
 
 def done_with(tmp_path: Path, step: int, *, well: bool = True) -> None:
@@ -88,7 +88,7 @@ def done_with(tmp_path: Path, step: int, *, well: bool = True) -> None:
                 Step(step), "a1", "u1", Round(3), Timeline(0), 1, folder_of(step, "a1"), time.time()
             )
         )
-    for path, header in arena.scan(tmp_path / "arena"):
+    for path, header in pool.scan(tmp_path / "pool"):
         if header.step == step:
             with ShmSlot(path, write=True) as slot:
                 slot.put(replace(header, persist=False))
@@ -422,7 +422,7 @@ def test_a_forced_save_waits_for_who_reads_the_slots(
 ) -> None:
     checkpointer = make(tmp_path / "dir")
     saved(checkpointer, range(1, 4))
-    readers = [ShmSlot(path) for path, _ in arena.scan(tmp_path / "arena")]
+    readers = [ShmSlot(path) for path, _ in pool.scan(tmp_path / "pool")]
     assert len(readers) == 3
     for reader in readers:
         assert reader.lock(shared=True)
@@ -575,19 +575,19 @@ def test_one_goes_to_storage_when_that_is_due_and_the_persister_is_free(
 
 
 @pytest.mark.parametrize(
-    ("arena", "given", "job", "first_s"),
+    ("pool", "given", "job", "first_s"),
     [
         ("", None, {}, 30),
         ("", "5m", {}, 300),
         ("", "10s", {}, 10),
         ("", None, {"persistEvery": "20m"}, 1200),
-        ("/arena", None, {}, 300),
+        ("/pool", None, {}, 300),
     ],
 )
 def test_the_first_goes_to_storage_early_where_no_agent_keeps_the_memory(
-    clock: Clock, arena: str, given: str | None, job: dict[str, str], first_s: int
+    clock: Clock, pool: str, given: str | None, job: dict[str, str], first_s: int
 ) -> None:
-    settings = Settings(arena=arena, checkpoint=job)
+    settings = Settings(pool=pool, checkpoint=job)
     checkpointer = Checkpointer("dir", persist_every=given, settings=settings, clock=clock)
     schedule = checkpointer._schedule
     clock.now += first_s - 1
@@ -759,7 +759,7 @@ def test_memory_that_does_not_suffice_costs_saves_and_one_line(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(arena, "headroom", lambda _: 1000)
+    monkeypatch.setattr(pool, "headroom", lambda _: 1000)
     told: list[str] = []
     monkeypatch.setattr(session, "report_unsaved", told.append)
     checkpointer = make()
@@ -789,8 +789,8 @@ def test_memory_that_can_never_suffice_is_refused_unless_a_training_goes_on(
         assert checkpointer.load(state) == 1
         checkpointer.stats.saves = 0
     large = {"larger": torch.zeros(1_000_000)}
-    monkeypatch.setattr(arena, "headroom", lambda _: 1000)
-    monkeypatch.setattr(arena, "capacity", lambda _: 2_000_000)
+    monkeypatch.setattr(pool, "headroom", lambda _: 1000)
+    monkeypatch.setattr(pool, "capacity", lambda _: 2_000_000)
     words = r"needs 12 MB of memory \(3 slots of 4 MB\).*, but .* can have 2 MB in all.*--shm-size"
     if loads:
         assert not checkpointer.save(2, large, force=True)
@@ -807,7 +807,7 @@ def test_memory_that_goes_with_the_first_rank_costs_the_others_a_save_and_nothin
     """The workers of a node without an agent end one after the other."""
     checkpointer = make()
     assert saved(checkpointer, range(1, 2)) == [1]
-    shutil.rmtree(tmp_path / "arena")
+    shutil.rmtree(tmp_path / "pool")
     assert not checkpointer.save(2, {"larger": torch.zeros(1_000_000)})
     assert "the memory is gone" in checkpointer.stats.why
 
@@ -834,7 +834,7 @@ def test_a_save_is_skipped_while_all_slots_are_needed(
 ) -> None:
     checkpointer = make()
     assert saved(checkpointer, range(1, 5)) == [1, 2, 3, 4]
-    readers = [ShmSlot(path) for path, header in arena.scan(tmp_path / "arena") if header.step < 4]
+    readers = [ShmSlot(path) for path, header in pool.scan(tmp_path / "pool") if header.step < 4]
     assert all(reader.lock(shared=True) for reader in readers)
     assert not checkpointer.save(5, STATE)
     assert "are being read" in checkpointer.stats.why
@@ -1007,7 +1007,7 @@ def test_a_worker_has_one_checkpointer_at_a_time(
 
 
 def test_a_load_that_is_too_early_can_be_made_again(tmp_path: Path) -> None:
-    settings = Settings(arena=str(tmp_path), job="u1", round=3, size=2)
+    settings = Settings(pool=str(tmp_path), job="u1", round=3, size=2)
     checkpointer = Checkpointer(settings=settings)
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"expected torch\.distributed\.init_process_group"):

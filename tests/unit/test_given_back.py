@@ -21,6 +21,7 @@ from torch import nn
 
 from dlrover_py.protocol.errors import CheckpointError, ConfigError
 from dlrover_py.trainer import restore
+from dlrover_py.trainer.candidates import CheckpointSources
 from dlrover_py.trainer.object_codec import encode_object
 from dlrover_py.trainer.state_dict import STRUCTURE, PerRank, flatten
 from tests import slots
@@ -30,10 +31,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, of schedulers 
 LOG = logging.getLogger("test")
 
 
-def load(state: dict[str, Any], arena: Path) -> None:
-    found = restore.load(
-        state, rank=0, world=1, arena=arena, agent=None, store=None, log=LOG, job=""
-    )
+def load(state: dict[str, Any], pool: Path) -> None:
+    found = restore.load(state, CheckpointSources(pool=pool), rank=0, world=1, log=LOG)
     assert found is not None
 
 
@@ -129,13 +128,13 @@ def test_plain_values_come_back_whatever_was_there(
 ) -> None:
     if len(keys := clash(saved)) != len(set(keys)):
         return
-    arena = tmp_path_factory.mktemp("arena")
-    stage(arena / "0.0", saved)
+    pool = tmp_path_factory.mktemp("pool")
+    stage(pool / "0.0", saved)
     state = {name: by_torch(value) for name, value in built.items() if name in saved}
     if shared in state:  # one object, at several places
         one = state[shared]
         state.update({name: [one, {"a": one}] if nested else one for name in state})
-    load(state, arena)
+    load(state, pool)
     assert equal(state, by_torch(saved)), state
 
 
@@ -324,9 +323,7 @@ def test_parameters_that_are_tied_only_here_take_the_last_value(tmp_path: Path) 
 def test_a_value_that_the_checkpoint_lacks_does_not_get_that_of_another(tmp_path: Path) -> None:
     stage(tmp_path / "0.0", {"two": torch.ones(2)})
     state = two(zeros())
-    restore.load(
-        state, rank=0, world=1, arena=tmp_path, agent=None, store=None, log=LOG, strict=False
-    )
+    restore.load(state, CheckpointSources(pool=tmp_path), rank=0, world=1, log=LOG, strict=False)
     assert weights(state) == {"one": [0.0, 0.0], "two": [1.0, 1.0]}
 
 
@@ -600,12 +597,12 @@ def test_all_of_torchs_comes_back_as_load_state_dict_has_it(
         return state
 
     saved = made(1, after)
-    arena = tmp_path_factory.mktemp("arena")
-    stage(arena / "0.0", saved)
+    pool = tmp_path_factory.mktemp("pool")
+    stage(pool / "0.0", saved)
     theirs, ours = made(2, before), made(2, before)
     for name, value in by_torch(states_of(saved)).items():
         theirs[name].load_state_dict(value)
-    load(ours, arena)
+    load(ours, pool)
     assert equal(states_of(ours), states_of(theirs))
     assert equal(states_of(ours), states_of(saved))
 

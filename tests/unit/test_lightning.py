@@ -131,7 +131,7 @@ Fit = Callable[..., L.LightningModule]
 @pytest.fixture
 def fit(tmp_path: Path) -> Fit:
     """Train with the checkpoints of one job, each time as a new process would."""
-    arena = tmp_path / "arena"
+    pool = tmp_path / "pool"
 
     def run(
         history: History | None = None,
@@ -142,11 +142,11 @@ def fit(tmp_path: Path) -> Fit:
         fit_options: dict[str, Any] | None = None,
         **options: Any,
     ) -> L.LightningModule:
-        arena.mkdir(exist_ok=True)
+        pool.mkdir(exist_ok=True)
         module = module or Regression()
         history = history or History()
         loader = data or ElasticLoader(Data(), global_batch=BATCH, micro_batch=2, seed=1)
-        checkpointer = Checkpointer(settings=Settings(arena=str(arena), job=job))
+        checkpointer = Checkpointer(settings=Settings(pool=str(pool), job=job))
         callbacks = [history, *options.pop("callbacks", ())]
         trainer = L.Trainer(
             **{

@@ -46,7 +46,7 @@ from dlrover_py.protocol.shares import (
     WrittenFiles,
 )
 from dlrover_py.protocol.slots import Layout, SlotHeader, SlotRegion, TensorChunk, ValidHeader
-from dlrover_py.trainer.candidates import CandidateSearch
+from dlrover_py.trainer.candidates import CandidateSearch, CheckpointSources
 from dlrover_py.trainer.slot_pool import SlotPool
 from tests.slots import full, stage
 
@@ -245,13 +245,14 @@ def test_a_person_does_not_remove_a_newer_format_by_an_older_version(
 
 
 def test_a_script_does_not_start_anew_beside_newer_formats(store: CheckpointDirectory) -> None:
-    search = CandidateSearch(None, None, store, logging.getLogger("test"))
-    listed = search.candidates(1, "u1")
+    sources = CheckpointSources(store=store, round=1, job="u1")
+    search = CandidateSearch(sources, logging.getLogger("test"))
+    listed = search.candidates()
     assert [one.step for one in listed.found] == [5]
     assert "is skipped: it has format 2" in listed.incomplete_reason
     store.remove(folder_of(5, ATTEMPT))
     with pytest.raises(CheckpointError, match=rf"{WORDS}.*; there is no other checkpoint$"):
-        search.candidates(1, "u1")
+        search.candidates()
 
 
 # --- the writer lease ---

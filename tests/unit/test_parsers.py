@@ -236,7 +236,7 @@ spec:
 """
 LINES = [
     {"kind": "write", "attempt": "a", "step": 1, "round": 1, "timeline": 0, "world": 1,
-     "ranks": [0], "arena": "/a", "dir": "/d", "job": "j", "node": "n", "keep": {"newest": 3}},
+     "ranks": [0], "pool": "/a", "dir": "/d", "job": "j", "node": "n", "keep": {"newest": 3}},
     {"kind": "grant", "attempt": "a", "term": 1},
     {"kind": "reply", "attempt": "a", "phase": "done",
      "stored": {"step": 1, "round": 1, "where": "/c", "at": 1.5, "number": 1}},

@@ -55,7 +55,7 @@ def header(
 
 
 def carried_out(todo: ReplicationPlan, mine: list[NamedHeader]) -> list[NamedHeader]:
-    """What the arena holds once it was done."""
+    """What the pool holds once it was done."""
     held = dict(mine)
     for pull in todo.pulls:
         held[pull.to] = replace(pull.header, private_only=pull.private_only)

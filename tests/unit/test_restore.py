@@ -48,7 +48,13 @@ from dlrover_py.protocol.manifest import Manifest, WrittenChunk, WrittenObject
 from dlrover_py.protocol.names import Round, Step, Timeline
 from dlrover_py.protocol.slots import SlotHeader, TensorChunk
 from dlrover_py.trainer import reshard, restore
-from dlrover_py.trainer.candidates import SearchTiming, local_agent, merge, without_rejected
+from dlrover_py.trainer.candidates import (
+    CheckpointSources,
+    SearchTiming,
+    local_agent,
+    merge,
+    without_rejected,
+)
 from dlrover_py.trainer.collectives import Ranks
 from dlrover_py.trainer.dcp_import import load_dcp
 from dlrover_py.trainer.key_differences import KeyDifferences
@@ -59,6 +65,7 @@ from dlrover_py.trainer.restore_targets import RestorePlan, targets
 from dlrover_py.trainer.sources import Catalog, PeerSource, RestoreSource, TensorLocation
 from dlrover_py.trainer.state_dict import STRUCTURE, PerRank, RandomState, StateLeaf, flatten
 from tests import slots
+from tests.ids import wrong_after
 from tests.slots import Lookup
 from tests.staged import stage
 
@@ -69,11 +76,10 @@ alone = pytest.mark.filterwarnings(
 )
 
 
-def load(state: Any, arena: Path, **changes: Any) -> Loaded | None:
-    given: dict[str, Any] = {
-        "rank": 0, "world": 1, "arena": arena, "agent": None, "store": None, "log": LOG,
-    }  # fmt: skip
-    return restore.load(state, **{**given, **changes})
+def load(state: Any, pool: Path, **changes: Any) -> Loaded | None:
+    names = {"agent", "store", "round", "job", "timing"} & changes.keys()
+    sources = CheckpointSources(pool=pool, **{name: changes.pop(name) for name in names})
+    return restore.load(state, sources, **{"rank": 0, "world": 1, "log": LOG, **changes})
 
 
 def net(seed: int) -> nn.Module:
@@ -938,9 +944,9 @@ def test_what_another_job_has_left_is_older_than_ones_own_memory() -> None:
 
 def test_what_has_wrong_values_is_no_candidate() -> None:
     found = [one(12, 2, job="j"), one(11, 1, job="j"), one(10, 1, job="j", folder="s"), one(9, 1)]
-    left = without_rejected(found, "j", [(1, 10)])
+    left = without_rejected(found, "j", [wrong_after(1, 10)])
     assert [(f.step, f.round) for f in left] == [(12, 2), (10, 1), (9, 1)]
-    left = without_rejected(found, "j", [(1, 10), (2, 5)])
+    left = without_rejected(found, "j", [wrong_after(1, 10), wrong_after(2, 5)])
     assert [f.step for f in left] == [9], "only another job's is left"
 
 
@@ -1132,7 +1138,7 @@ def test_a_new_job_starts_from_storage(tmp_path: Path) -> None:
 
 def test_a_ranks_own_is_read_from_storage_where_memory_has_lost_it(tmp_path: Path) -> None:
     """It went with its node; all else is in the others' memory."""
-    (folder := tmp_path / "arena").mkdir()
+    (folder := tmp_path / "pool").mkdir()
     everything = {"w": torch.ones(2), "x": PerRank(7)}
     stage(tmp_path / "0.0", everything, rank=0, world=2)
     store = persist(tmp_path / "store", tmp_path / "0.0")
@@ -1148,12 +1154,12 @@ def test_a_ranks_own_is_read_from_storage_where_memory_has_lost_it(tmp_path: Pat
 
 def test_only_what_memory_has_lost_is_read_from_storage(tmp_path: Path) -> None:
     saved = trained(1)
-    (tmp_path / "arena").mkdir()
-    stage(tmp_path / "arena" / "0.0", saved)
-    store = persist(tmp_path / "store", tmp_path / "arena" / "0.0")
-    flip(tmp_path / "arena" / "0.0", "model.2.weight")
+    (tmp_path / "pool").mkdir()
+    stage(tmp_path / "pool" / "0.0", saved)
+    store = persist(tmp_path / "store", tmp_path / "pool" / "0.0")
+    flip(tmp_path / "pool" / "0.0", "model.2.weight")
     state = fresh(2)
-    found = load(state, tmp_path / "arena", store=store)
+    found = load(state, tmp_path / "pool", store=store)
     assert found is not None
     assert found.nbytes["storage"] == state["model"][2].weight.nbytes
     assert found.nbytes["memory"] > found.nbytes["storage"]
@@ -1169,14 +1175,14 @@ def test_a_checkpoint_that_cannot_be_read_is_no_reason_to_start_anew(tmp_path: P
 
 
 def test_a_damaged_manifest_that_may_be_the_only_one_is_no_reason_either(tmp_path: Path) -> None:
-    (tmp_path / "arena").mkdir()
-    stage(tmp_path / "arena" / "0.0", trained(1), step=3)
-    store = persist(tmp_path / "store", tmp_path / "arena" / "0.0")
+    (tmp_path / "pool").mkdir()
+    stage(tmp_path / "pool" / "0.0", trained(1), step=3)
+    store = persist(tmp_path / "store", tmp_path / "pool" / "0.0")
     path = tmp_path / "store" / "step-3.a.json"
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(CheckpointError, match=r"step-3\.a\.json is damaged .* restore it, or rem"):
         load(fresh(2), tmp_path / "none", store=CheckpointDirectory(store.place.url))
-    there = load(fresh(2), tmp_path / "arena", store=CheckpointDirectory(store.place.url))
+    there = load(fresh(2), tmp_path / "pool", store=CheckpointDirectory(store.place.url))
     assert there is not None, "memory has one"
 
 

@@ -88,7 +88,7 @@ class OpenSaver(Saver):
     def answered(self, answer: WriteReply) -> None:
         self._on_reply(answer)
 
-    def lose_arena(self) -> None:
+    def lose_pool(self) -> None:
         """Lose its memory as the kernel has a killed process lose it."""
         assert self._pool is not None
         self._pool.close()
@@ -220,7 +220,7 @@ async def test_what_a_killed_agent_held_is_found_by_the_next(tmp_path: Path) -> 
     second = Desk(tmp_path)
     assert "held by a running process" in second.saver.trouble
     await second.saver.close()
-    first.saver.lose_arena()
+    first.saver.lose_pool()
     await first.saver.close()
     third = Desk(tmp_path)
     assert third.saver.in_use

@@ -49,8 +49,8 @@ def test_a_wait_for_the_lease_is_a_reason_once_and_until_it_ends(
     if host is not None:
         lease = json.loads((place / LEASE_FILE).read_bytes()) | {"host": host}
         (place / LEASE_FILE).write_text(json.dumps(lease))
-    stage(tmp_path / "arena/0.0", [(full("w", (4,)), raw(torch.ones(4)))], step=7)
-    request = order(tmp_path / "arena", place, "0123456789ab", node="n1", writers=("n1",), grant=3)
+    stage(tmp_path / "pool/0.0", [(full("w", (4,)), raw(torch.ones(4)))], step=7)
+    request = order(tmp_path / "pool", place, "0123456789ab", node="n1", writers=("n1",), grant=3)
     request = request.model_copy(update={"without_master": True})
     said: list[WriteReply] = []
     store = FreedAtTheFourthTry(place)
@@ -88,7 +88,7 @@ def test_a_lease_that_was_watched_before_the_first_write_has_expired_by_then(
     CheckpointDirectory(place).acquire_lease(DirectoryOwner("another-job"), "a1")
     lease = json.loads((place / LEASE_FILE).read_bytes()) | {"host": "another"}
     (place / LEASE_FILE).write_text(json.dumps(lease))
-    stage(tmp_path / "arena/0.0", [(full("w", (4,)), raw(torch.ones(4)))], step=7)
+    stage(tmp_path / "pool/0.0", [(full("w", (4,)), raw(torch.ones(4)))], step=7)
     said: queue.SimpleQueue[WriteReply] = queue.SimpleQueue()
     clock = Clock()
     persister = PersisterProcess(said.put, clock=clock)
@@ -98,7 +98,7 @@ def test_a_lease_that_was_watched_before_the_first_write_has_expired_by_then(
         clock.was_read.clear()
         clock.now += RENEW_S
     persister.take(
-        order(tmp_path / "arena", place, "0123456789ab", node="n1", writers=("n1",), grant=3)
+        order(tmp_path / "pool", place, "0123456789ab", node="n1", writers=("n1",), grant=3)
     )
     replies = [said.get(timeout=60)]
     while replies[-1].phase is PersistPhase.WRITING:

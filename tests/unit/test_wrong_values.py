@@ -13,6 +13,7 @@ from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.reasons import ConditionType, EventReason
 from dlrover_py.protocol.status import JobPhase
 from tests.builders import Bench, job_file, running
+from tests.ids import wrong_after
 
 
 def spec(**fields: Any) -> ElasticJob:
@@ -110,10 +111,10 @@ def test_a_rollback_restarts_the_round_from_the_newest_good_checkpoint() -> None
     train.bench.settle()
     assert state.round == 2
     assert train.condition() == "False: the values are right again"
-    assert '"rejected":[[1,4]]' in train.bench.job.live.checkpoint_policy
+    assert '"rejected":[{"round":1,"good":4}]' in train.bench.job.live.checkpoint_policy
     train.bench.restart_master()
     train.bench.settle()
-    assert train.record.rejected == [(1, 4)], "a new master knows it"
+    assert train.record.rejected == [wrong_after(1, 4)], "a new master knows it"
     train.go(5, 6)
     assert 6 in train.restorable(), "later rounds are not concerned"
 
@@ -129,7 +130,7 @@ def test_wrong_values_from_the_first_step_on_cast_doubt_on_the_checkpoint_itself
     assert start <= 4
     train.bench.step(RestoreAsked(1, 2))
     train.say("n1", [not_finite(start + 1, 1, None)])
-    assert train.record.rejected == [(2, start - 1)]
+    assert train.record.rejected == [wrong_after(2, start - 1)]
 
 
 def test_a_stop_ends_the_job_and_keeps_the_bad_state_out_of_storage() -> None:

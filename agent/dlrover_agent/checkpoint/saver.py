@@ -499,7 +499,7 @@ class Saver:
         self._persister.say(
             WriteRequest(
                 **dict(new),
-                arena=str(self.path),
+                pool=str(self.path),
                 dir=where,
                 job=self._node.job,
                 node=self._node.node,

@@ -26,7 +26,7 @@ from dlrover_py.protocol.agents import (
     RestoreCandidates,
     StoredCheckpoint,
 )
-from dlrover_py.protocol.checkpoint_id import CheckpointId
+from dlrover_py.protocol.checkpoint_id import CheckpointId, Rejection
 from dlrover_py.protocol.names import NodeId, Term, id_key
 from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.status import StoreAnswer
@@ -191,9 +191,8 @@ class CheckpointRecord:
     round_starts: list[RoundStart] = field(default_factory=list)
     """The last rounds, newest last, each with the checkpoint that it continued from. Checkpoints
     that are newer than this one and older than the round are never stored."""
-    rejected: list[tuple[int, int]] = field(default_factory=list)
-    """Pairs of a round and a step. Checkpoints of rounds up to this one whose step is greater have
-    wrong values: they are neither restored nor stored."""
+    rejected: list[Rejection] = field(default_factory=list)
+    """Which checkpoints have wrong values: they are neither restored nor stored."""
     store_answer: StoreAnswer | None = None
     """The answer to the newest ``spec.storeCheckpoint``."""
 
@@ -216,12 +215,12 @@ class CheckpointRecord:
 
     def rejects(self, key: CheckpointId) -> bool:
         """Return whether a checkpoint is known to have wrong values."""
-        return any(key.round <= number and key.step > good for number, good in self.rejected)
+        return any(one.rejects(key) for one in self.rejected)
 
-    def reject(self, round_number: int, good: int) -> None:
-        """Reject checkpoints of rounds up to this one whose step is greater than ``good``."""
-        kept = [(n, step) for n, step in self.rejected if n > round_number or step < good]
-        self.rejected = [*kept, (round_number, good)][-REJECTIONS_KEPT:]
+    def reject(self, new: Rejection) -> None:
+        """Reject checkpoints, also those of which it was not known before."""
+        kept = [one for one in self.rejected if one.round > new.round or one.good < new.good]
+        self.rejected = [*kept, new][-REJECTIONS_KEPT:]
         if self.stored is not None and self.rejects(self.stored.id):
             self.stored = None
 
@@ -267,17 +266,12 @@ class Checkpoints:
 
     # --- Input ---
 
-    def reject(self, round_number: int, good: int) -> None:
+    def reject(self, new: Rejection) -> None:
         """Never again restore or store checkpoints with wrong values.
 
         A running attempt to store one is canceled, unless its commit is granted already.
-
-        Args:
-            round_number: The round in which the wrong values were found.
-            good: The newest step without them. All later steps of rounds up to this one count as
-                wrong.
         """
-        self._record.reject(round_number, good)
+        self._record.reject(new)
         self._needs_decision = self._outcome.journal_changed = True
         if self._run is not None and not self._run.granted and self._record.rejects(self._run.id):
             self._cancel("it has wrong values")

@@ -19,6 +19,7 @@ from dlrover_py.checkpoint import shm
 from dlrover_py.checkpoint.shm import ShmSlot
 from dlrover_py.protocol.errors import CheckpointError
 from dlrover_py.trainer import restore
+from dlrover_py.trainer.candidates import CheckpointSources
 from tests.staged import stage
 
 
@@ -47,7 +48,7 @@ def run(folder, rank):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
-    slots = folder / "arena"
+    slots = folder / "pool"
     for step in (1, 2):
         state = {"w": shard(10 * step + rank, mesh), "step": step}
         stage(slots / f"{rank}.{step}", state, rank=rank, world=2, step=step)
@@ -58,9 +59,12 @@ def run(folder, rank):
     def load():
         state = {"w": shard(-1, mesh), "step": -1}
         found = restore.load(
-            state, rank=rank, world=2, arena=slots, agent=None, store=None,
+            state,
+            CheckpointSources(pool=slots),
+            rank=rank,
+            world=2,
             log=logging.getLogger("probe"),
-        )  # fmt: skip
+        )
         return found, state
 
     found, state = load()
@@ -83,9 +87,12 @@ def run(folder, rank):
 
     def resume(state):
         return restore.load(
-            state, rank=rank, world=2, arena=stages, agent=None, store=None,
+            state,
+            CheckpointSources(pool=stages),
+            rank=rank,
+            world=2,
             log=logging.getLogger("probe"),
-        )  # fmt: skip
+        )
 
     mine = Whole(net={f"layer{rank}.w": torch.zeros(2)}, seen={})
     fresh = {f"stage{rank}": torch.zeros(3), "step": 0, "all": mine}
@@ -103,7 +110,7 @@ def run(folder, rank):
 
 
 def main(folder):
-    (folder / "arena").mkdir()
+    (folder / "pool").mkdir()
     (folder / "stages").mkdir()
     processes = multiprocessing.get_context("fork")
     ranks = [processes.Process(target=run, args=(folder, rank)) for rank in range(2)]

@@ -46,6 +46,7 @@ from dlrover_py.protocol.agents import (
 )
 from dlrover_py.protocol.persister import WriteReply, read_line
 from dlrover_py.trainer import restore
+from dlrover_py.trainer.candidates import CheckpointSources
 from dlrover_py.trainer.dcp_import import load_dcp
 from dlrover_py.trainer.state_dict import PerRank
 from tests.slots import JOB, Lookup, order
@@ -173,13 +174,15 @@ def restored(mode, folder, source, number, rank):
     agent = TransferConnection.local(folder / "n0.sock") if source == "peer" else None
     found = restore.load(
         state,
+        CheckpointSources(
+            pool=None if source == "storage" else folder / ("pool" if source == "memory" else "n0"),
+            agent=agent,
+            store=CheckpointDirectory(folder / "store") if source == "storage" else None,
+            job=JOB,
+        ),
         rank=rank,
         world=world,
-        arena=None if source == "storage" else folder / ("arena" if source == "memory" else "n0"),
-        agent=agent,
-        store=CheckpointDirectory(folder / "store") if source == "storage" else None,
         log=LOG,
-        job=JOB,
     )
     if agent is not None:
         agent.close()
@@ -224,11 +227,11 @@ def run(mode, folder, number, rank):
     dcp.save(plain(net, optimizer), checkpoint_id=folder / f"dcp{number + 1}")
     state["step"], state["mine"] = number + 1, PerRank({"rank": rank})
     dist.barrier()  # all have read what is replaced now
-    for node in ("arena", *PEERS) if rank == 0 else ():
+    for node in ("pool", *PEERS) if rank == 0 else ():
         for old in (folder / node).iterdir():
             old.unlink()
     dist.barrier()
-    slot = folder / "arena" / f"{rank}.0"
+    slot = folder / "pool" / f"{rank}.0"
     stage(slot, state, rank=rank, world=world, step=number + 1, round=1, job=JOB)
     os.link(slot, folder / PEERS[rank % len(PEERS)] / slot.name)
     dist.barrier()
@@ -286,7 +289,7 @@ def persist(persister, folder, step, world):
     """Have it in storage too."""
     ranks = tuple(range(world))
     wish = order(
-        folder / "arena", folder / "store", f"a{step}", step=step, world=world, ranks=list(ranks)
+        folder / "pool", folder / "store", f"a{step}", step=step, world=world, ranks=list(ranks)
     )
     persister.stdin.write(wish.encode())
     persister.stdin.flush()
@@ -300,7 +303,7 @@ def persist(persister, folder, step, world):
 
 
 def main(mode, folder):
-    for node in ("arena", "n0", *PEERS):
+    for node in ("pool", "n0", *PEERS):
         (folder / node).mkdir()
     processes = multiprocessing.get_context("fork")
     ready = processes.Event()

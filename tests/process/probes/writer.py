@@ -66,7 +66,7 @@ def train(folder: Path, round_: int, go: int, told: int) -> None:
     optimizer = Stamp(model.parameters(), {"number": 0})
     optimizer.step()
     checkpointer = Checkpointer(
-        settings=Settings(arena=str(folder), job="j", round=round_), rng=False
+        settings=Settings(pool=str(folder), job="j", round=round_), rng=False
     )
     state = {"model": model, "optimizer": optimizer}
     os.read(go, 1)

@@ -21,8 +21,9 @@ from dlrover_py.protocol.agents import (
     WrongKind,
     WrongValue,
 )
+from dlrover_py.protocol.checkpoint_id import Rejection
 from dlrover_py.protocol.diagnosis import EvidenceKind
-from dlrover_py.protocol.names import NodeId
+from dlrover_py.protocol.names import NodeId, Step
 from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.sdk import WATCHED
 from dlrover_py.protocol.status import JobPhase
@@ -138,7 +139,7 @@ class WrongValues:
         if policy == "tell":
             self.live.look = Look(EvidenceKind.WRONG, message, node=node if ranks else "")
             return False
-        self.live.checkpoints.reject(self.state.round, good)
+        self.live.checkpoints.reject(Rejection(round=self.state.round, good=good))
         if policy == "stop":
             self._transitions.end_job(JobPhase.FAILED, reason, message, cause=event)
             return True
@@ -156,7 +157,7 @@ class WrongValues:
         self._failures.worker_failed(guilty, failure)
         return True
 
-    def _last_good(self, step: int, known: Sequence[int | None]) -> int:
+    def _last_good(self, step: int, known: Sequence[int | None]) -> Step:
         """Return the newest step that is good on all ranks.
 
         If a worker knows no good step of this round, then the checkpoint that the round has
@@ -170,7 +171,7 @@ class WrongValues:
         if len(steps) < len(known):
             start = self.state.checkpoints.continued_from(self.state.round)
             steps.append((step if start is None else start) - 1)
-        return max(0, min(steps))
+        return Step(max(0, min(steps)))
 
 
 def _place(world: RoundMembers, rank: int) -> tuple[NodeId, int]:

@@ -137,7 +137,7 @@ def test_a_socket_is_ours_by_its_file(tmp_path: Path) -> None:
         assert not is_own_socket(tmp_path / "sock")
 
 
-# --- an arena, in a folder that all users can write to ---
+# --- a pool, in a folder that all users can write to ---
 
 
 @pytest.fixture
@@ -166,14 +166,14 @@ def test_a_link_is_not_swept(tmp_path: Path, victim: Path) -> None:
     assert whole(victim)
 
 
-def test_a_link_is_no_arena_to_take(tmp_path: Path, victim: Path) -> None:
+def test_a_link_is_no_pool_to_take(tmp_path: Path, victim: Path) -> None:
     (tmp_path / f"{shm.POOL_PREFIX}u1-n0").symlink_to(victim)
     with pytest.raises(ConfigError, match=r"u1-n0: it is a link; .* set DLROVER_SHM_DIR"):
         ShmPool(tmp_path, "u1", "n0", now=NOW)
     assert whole(victim)
 
 
-def test_only_what_is_an_arenas_is_removed(tmp_path: Path, victim: Path) -> None:
+def test_only_what_is_a_pools_is_removed(tmp_path: Path, victim: Path) -> None:
     """A folder of ours may have been moved under such a name."""
     moved = victim.rename(tmp_path / f"{shm.POOL_PREFIX}x")
     ShmPool(tmp_path, "u1", "n0", now=NOW).remove()

@@ -45,7 +45,7 @@ from dlrover_py.protocol.errors import (
 )
 from dlrover_py.protocol.slots import PAGE, Layout, SlotHeader, TensorChunk, encode_objects
 from dlrover_py.protocol.transfer import NONCE, VERSION, TransferChallenge
-from dlrover_py.trainer.candidates import CandidateSearch, SearchTiming
+from dlrover_py.trainer.candidates import CandidateSearch, CheckpointSources, SearchTiming
 from tests.ids import checkpoint_id
 from tests.slots import Lookup
 
@@ -121,7 +121,7 @@ class Running:
 async def serving(
     base: Path, token: str = TOKEN, *, ranks: int = 1, timing: TransferTiming | None = None
 ) -> AsyncIterator[Running]:
-    folder = base / "arena"
+    folder = base / "pool"
     folder.mkdir(exist_ok=True)
 
     async def candidates(round: int) -> RestoreCandidates:
@@ -190,8 +190,8 @@ async def test_a_load_that_has_lost_its_connection_makes_a_new_one(
             link.abandon()
             if gone:
                 depot.path.unlink()
-            search = CandidateSearch(None, link, None, logging.getLogger("test"), timing)
-            listed = search.candidates(3, "")
+            sources = CheckpointSources(agent=link, round=3, timing=timing)
+            listed = CandidateSearch(sources, logging.getLogger("test")).candidates()
             assert [one.step for one in listed.found] == ([] if gone else [7, 6])
             assert ("No such file" in listed.incomplete_reason) is gone
 
@@ -411,7 +411,7 @@ async def test_a_recorded_handshake_opens_nothing(depot: Running) -> None:
     "name",
     ["../secret", "owner", "0.0/../../secret", "/etc/passwd", "0.0\0", "", "٣.٠", "x" * 17, 3],
 )
-async def test_no_name_leads_out_of_the_arena(depot: Running, name: object) -> None:
+async def test_no_name_leads_out_of_the_pool(depot: Running, name: object) -> None:
     (depot.folder.parent / "secret").write_bytes(bytes(PAGE))
     (depot.folder / shm.OWNER_FILE).write_bytes(bytes(PAGE))
     stage(depot.folder)

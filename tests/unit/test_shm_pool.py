@@ -221,7 +221,7 @@ def test_parts_are_equal_where_boxes_are() -> None:
 # --- the folder ---
 
 
-def test_an_arena_is_held_adopted_and_removed(tmp_path: Path) -> None:
+def test_a_pool_is_held_adopted_and_removed(tmp_path: Path) -> None:
     first = ShmPool(tmp_path, "u1", "n0", now=0.0)
     (first.path / "0.0").write_bytes(b"kept")
     with pytest.raises(ConfigError, match="held by a running process"):
