@@ -688,8 +688,7 @@ WIRES: tuple[Wire, ...] = (
         title="Ranks of a script",
         speakers="The Checkpointers of all workers of a round.",
         transport="torch.distributed: collectives of the script's process group, and its TCPStore.",
-        framing="An all-reduce of whole numbers for each save (`RankVote`). Pickled objects "
-        "otherwise.",
+        framing="An all-reduce of whole numbers for each save (`RankVote`). JSON otherwise.",
         authentication="As torch: [none](../security.md#ports-of-the-store-gloo-and-nccl).",
         version="None: the workers of one job are expected to have the same version of DLRover-Py.",
         limits="Those of the process group.",
@@ -872,6 +871,7 @@ ELSEWHERE: Mapping[ModuleType, str] = {
 
 NOT_SENT: Mapping[str, str] = {
     "CheckpointId": "Messages carry its three numbers: see `CheckpointReference`.",
+    "Rejection": "The key `rejected` of the checkpoint policy in `Assignment` has some of them.",
     "Document": "Base of the classes that are files of JSON.",
     "Split": "Words of a command line, inside of one process.",
     "Call": "Words of a command line, inside of one process.",

@@ -13,12 +13,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from dlrover_agent.settings import DEFAULT_SIGNALS
 from dlrover_py import __version__
 from dlrover_py.protocol import commands
 from dlrover_py.protocol.errors import ConfigError
 
-DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
-"""Default of ``--signals-to-handle``: signals by which the agent ends its workers."""
 C10D_PORT = 29400
 """Port of an endpoint that names none, with ``--rdzv-backend=c10d``."""
 STATIC_PORT = 29500
@@ -302,7 +301,7 @@ def _what(g: _FlagGroup) -> None:
     g.value("--numa-binding", None, "CPUs near a worker's GPU", env=False, choices=BINDINGS)
     g.value(
         "--signals-to-handle",
-        DEFAULT_SIGNALS,
+        ",".join(number.name for number in DEFAULT_SIGNALS),
         "signals that the agent passes on to the workers before it ends",
     )
     help = "seconds from such a signal to SIGKILL; TORCH_ELASTIC_SHUTDOWN_TIMEOUT or 30"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dlrover_py.protocol.log_rules import LogRule
 
 DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""Signals by which an agent is asked to end."""
+"""Signals by which an agent is asked to end: the default of ``--signals-to-handle``."""
 LINE_PREFIX = "[${role_name}${local_rank}]:"
 """Prefix of tee'd lines, unless the user gives another one."""
 _HOST = re.compile(r"[\w.:%-]{1,255}")

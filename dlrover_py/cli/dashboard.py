@@ -9,6 +9,7 @@ import click
 
 from dlrover_py.cli import view
 from dlrover_py.cli.jobs import Jobs, NamedJob
+from dlrover_py.cli.settings import DASHBOARD_PORT
 from dlrover_py.dashboard import server
 from dlrover_py.net import http_server
 from dlrover_py.protocol import names
@@ -18,8 +19,6 @@ from dlrover_py.protocol.job_view import JobView, LogTail
 from dlrover_py.protocol.local import History
 from dlrover_py.protocol.status import EvidenceManifest
 
-PORT = 8765
-"""The port of the dashboard where it is free; a link in a browser's history then stays right."""
 RUNS_SHOWN = 20
 """Most runs of a job that its page names."""
 SAMPLES_KEPT, HISTORIES_KEPT = 1000, 50
@@ -148,12 +147,12 @@ def listening_socket(host: str, port: int | None) -> socket.socket:
 
     Args:
         host: address to listen on.
-        port: port; None for :data:`PORT`, or any free one if that is taken.
+        port: port; None for :data:`DASHBOARD_PORT`, or any free one if that is taken.
 
     Raises:
         ConfigError: the address cannot be used, or the port is taken.
     """
-    for wanted in (PORT, 0) if port is None else (port,):
+    for wanted in (DASHBOARD_PORT, 0) if port is None else (port,):
         try:
             return socket.create_server((host, wanted), backlog=128)
         except OSError as error:

@@ -13,7 +13,7 @@ import socket
 
 import click
 
-from dlrover_py.cli.settings import Target
+from dlrover_py.cli.settings import DASHBOARD_PORT, Target
 from dlrover_py.kubernetes.client import KubeClient
 from dlrover_py.kubernetes.kinds import PODS, Obj
 from dlrover_py.process.identity import signal_at_parents_end
@@ -21,8 +21,6 @@ from dlrover_py.protocol.errors import ConfigError, DLRoverError
 
 NAMESPACE = "dlrover-system"
 """Where the operator is, if nothing else is given."""
-PORT = 8765
-"""The port of this machine, where it is free."""
 RETRY_S = 1.0
 """Seconds before the connection is made again."""
 STOP_S = 5.0
@@ -40,7 +38,8 @@ class OperatorPages:
 
         Args:
             target: the cluster, and the operator's namespace.
-            port: port of this machine; None for :data:`PORT`, or any free one if that is taken.
+            port: port of this machine; None for :data:`DASHBOARD_PORT`, or any free one if that is
+                taken.
 
         Raises:
             ConfigError: there is no ``kubectl``.
@@ -194,12 +193,12 @@ def _arguments(pod: Obj) -> list[str]:
 
 
 def _free_port() -> int:
-    """Return :data:`PORT` if nobody listens there, or else 0, for which kubectl takes any."""
+    """Return :data:`DASHBOARD_PORT` if it is free, or else 0, for which kubectl takes any port."""
     try:
-        _refuse_if_taken(PORT)
+        _refuse_if_taken(DASHBOARD_PORT)
     except ConfigError:
         return 0
-    return PORT
+    return DASHBOARD_PORT
 
 
 def _refuse_if_taken(port: int) -> None:

@@ -11,6 +11,10 @@ from typing import Self
 from dlrover_py.protocol import names
 from dlrover_py.protocol.errors import ConfigError
 
+DASHBOARD_PORT = 8765
+"""Port of a dashboard on this machine, where it is free. So a link in a browser's history stays
+right."""
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:

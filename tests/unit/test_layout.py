@@ -1,12 +1,16 @@
 """What must stay true of the tree as a whole."""
 
+import re
 from pathlib import Path
+
+from dlrover_py import __version__
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_the_version_is_in_the_changelog() -> None:
-    assert "## Unreleased" in (ROOT / "CHANGELOG.md").read_text()
+    sections = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert sections[:2] == ["Unreleased", __version__]
 
 
 TORCHS_METADATA = "dlrover_py/trainer/torch_compat.py"

@@ -286,6 +286,15 @@ def test_metric_of_a_step_that_was_not_sent_is_kept(agent: Agent, worker: Sessio
     assert [(n.step, n.metrics) for n in agent.waiting()] == [(9, {}), (11, {"loss": 2.0})]
 
 
+@pytest.fixture(params=[None, DEADLINE_S * 100])  # above the time limit of a test
+def default_timeout(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Set the default timeout of new sockets, as a script may do."""
+    socket.setdefaulttimeout(request.param)
+    yield
+    socket.setdefaulttimeout(None)
+
+
+@pytest.mark.usefixtures("default_timeout")
 def test_slow_agent_costs_datagrams_and_nothing_else(
     agent: Agent, worker: Session, clock: Clock
 ) -> None:
@@ -326,17 +335,6 @@ def test_frozen_agent_does_not_hold_up_the_exit(
     worker.close()
     assert session.EXIT_WAIT_S * 0.9 <= time.monotonic() - began < DEADLINE_S
     assert 999 not in [news.step for news in agent.waiting()]
-
-
-def test_default_timeout_of_sockets_does_not_make_a_report_wait(
-    agent: Agent, worker: Session, clock: Clock
-) -> None:
-    socket.setdefaulttimeout(DEADLINE_S * 100)  # the test's own time limit would strike
-    # no assert: the called test asserts
-    try:
-        test_slow_agent_costs_datagrams_and_nothing_else(agent, worker, clock)
-    finally:
-        socket.setdefaulttimeout(None)
 
 
 def test_agent_may_be_gone_and_come_back(

@@ -14,6 +14,7 @@ from dlrover_py.trainer import torch_compat
 FOLDER = Path(torch_compat.__file__).parent
 MODULES = {path.stem: path.read_text() for path in sorted(FOLDER.glob("*.py"))}
 COMPAT = "torch_compat"
+OF_TORCH = ("_StorageInfo", "_c10d_init", "_is_in_bad_fork", "_get_default_store", "_world")
 OF_NAMED_TUPLES = {"_asdict", "_fields", "_replace"}
 OF_PYTHON = {"__dict__", "__func__", "__getattr__", "__module__", "__name__", "__qualname__"}
 OF_PYTHON |= {"__self__", "__setitem__", "__str__", "__wrapped__"}
@@ -69,7 +70,40 @@ def private(source: str, own: set[str]) -> Iterator[str]:
             yield node.value
 
 
-def test_private_names_of_torch_are_used_in_one_module_only() -> None:
+PRODUCT = FOLDER.parents[1]
+OUTSIDE = {
+    "agent/dlrover_agent/torch_compat/rendezvous.py": {"_C"},
+    "agent/dlrover_agent/warm/compiler.py": {"_inductor"},
+    "agent/dlrover_agent/warm/store_server.py": {"_C", "_c10d_init"},
+    "agent/dlrover_agent/warm/zygote.py": {"_is_in_bad_fork"},
+    "dlrover_py/checkpoint/writer.py": {"_StorageInfo"},
+}
+"""Modules outside of the trainer, which may not import it, and their private names of torch."""
+
+
+def torchs(path: Path) -> set[str]:
+    """The private names in a module that is not the trainer's, as far as torch has them."""
+    tree = ast.parse(path.read_text())
+    found = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)} & set(OF_TORCH)
+    docs = documentation(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+            found |= set(re.findall(r"torch(?:\.\w+)*?\.(_\w+)", node.value))
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= set(re.findall(r"torch(?:\.\w+)*?\.(_\w+)", ast.unparse(node)))
+    return found
+
+
+def test_private_names_of_torch_outside_of_the_trainer_are_known() -> None:
+    found = {}
+    for folder in ("dlrover_py", "agent", "operator"):
+        for path in (PRODUCT / folder).rglob("*.py"):
+            if path.parent != FOLDER and (names := torchs(path)):
+                found[str(path.relative_to(PRODUCT))] = names
+    assert found == OUTSIDE
+
+
+def test_private_names_of_torch_are_used_in_one_module_of_the_trainer() -> None:
     own = own_names()
     found = {name: list(private(source, own)) for name, source in MODULES.items()}
     assert len(found.pop(COMPAT)) > 20
