@@ -452,7 +452,8 @@ class DiagnosisStatus(_StatusModel):
     lines: list[Words] = Field(default_factory=list, max_length=64)
     """What each rank does, in words. Equal ranks have one line together."""
     folder: Words = ""
-    """Folder of the evidence on the master's machine; empty if none was kept."""
+    """Where the evidence is: a folder of the master's machine, a key of a Secret, or an address;
+    empty if none was kept."""
 
 
 class EvidenceManifest(_StatusModel):

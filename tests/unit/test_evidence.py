@@ -8,18 +8,32 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
+from dlrover_py.cli.evidence import snapshot_in_copies, with_copies
 from dlrover_py.cli.runs import bundles
 from dlrover_py.kubernetes.kinds import Obj
 from dlrover_py.master.core.diagnosis.crashes import LAST_LOOKS_S, MOST_LOOKS
-from dlrover_py.master.core.events import KeepEvidence, Rules, SnapshotArrived
+from dlrover_py.master.core.events import EvidenceKept, KeepEvidence, Rules, SnapshotArrived
 from dlrover_py.master.core.state import Look, Step
-from dlrover_py.master.evidence import MAX_BUNDLE_BYTES, MAX_BUNDLES, BundleFolder, EvidenceStore
+from dlrover_py.master.evidence import (
+    MAX_BUNDLE_BYTES,
+    BundleCopies,
+    BundleFolder,
+    EvidenceStore,
+)
 from dlrover_py.master.evidence_secret import BundleSecret
 from dlrover_py.master.journal_store import FileJournalStore
 from dlrover_py.master.loop import Loop
 from dlrover_py.master.platform.static import StaticPlatform
 from dlrover_py.protocol.agents import Assignment, FailureKind
-from dlrover_py.protocol.bundles import MAX_BYTES, folder_name, newest, packed, unpacked
+from dlrover_py.protocol.bundles import (
+    MAX_BUNDLES,
+    MAX_BYTES,
+    bucket_of,
+    folder_name,
+    newest,
+    packed,
+    unpacked,
+)
 from dlrover_py.protocol.diagnosis import (
     MAX_LAST_BYTES,
     EvidenceKind,
@@ -28,9 +42,11 @@ from dlrover_py.protocol.diagnosis import (
     NodeSnapshot,
     WorkerSnapshot,
 )
+from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import NodeId, owner
 from dlrover_py.protocol.status import EvidenceManifest
-from tests.builders import Bench, SimAgent, crash, elastic_job, running, user_error
+from tests.builders import Bench, SimAgent, crash, elastic_job, job_file, running, user_error
 from tests.loops import working
 
 if TYPE_CHECKING:
@@ -272,6 +288,93 @@ async def test_a_folder_keeps_the_node_at_fault_within_its_size(tmp_path: Path) 
     assert len(one.nodes) < 80
     written = sum(path.stat().st_size for path in Path(folder).glob("n*.json"))
     assert written <= MAX_BUNDLE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ({}, ""),
+        ({"checkpoint": {"dir": "/shared/run"}}, ""),
+        ({"checkpoint": {"dir": "file:///shared/run"}}, ""),
+        ({"checkpoint": {"dir": "s3://b/run/"}}, "s3://b/run/evidence"),
+        (
+            {"checkpoint": {"dir": "s3://b/run"}, "diagnosis": {"evidence": "gs://c/d/"}},
+            "gs://c/d",
+        ),
+    ],
+)
+def test_bundles_have_copies_where_the_job_has_a_bucket(
+    spec: dict[str, Any], expected: str
+) -> None:
+    document = job_file(2)
+    document["spec"] |= spec
+    job = ElasticJob.parse(document)
+    assert bucket_of(job) == expected
+    bench = running(job)
+    fail(bench, "n1")
+    bench.now += LAST_LOOKS_S + 1
+    (one,) = kept(bench.step())
+    assert one.bucket == expected
+
+
+def test_the_address_of_a_bucket_is_no_path() -> None:
+    document = job_file(2)
+    document["spec"]["diagnosis"] = {"evidence": "/shared"}
+    with pytest.raises(ConfigError, match=r"spec\.diagnosis\.evidence"):
+        ElasticJob.parse(document)
+
+
+def in_bucket(name: str) -> ElasticJob:
+    document = job_file(1)
+    document["spec"]["diagnosis"] = {"evidence": f"memory://{name}"}
+    return ElasticJob.parse(document)
+
+
+async def keep_all(store: EvidenceStore, evidence: list[KeepEvidence]) -> list[EvidenceKept]:
+    done: list[EvidenceKept] = []
+    for one in evidence:
+        store.keep(one, done.append)
+        await store.finish(60.0)
+    return done
+
+
+def test_a_bucket_keeps_the_newest_bundles_which_are_listed_and_read() -> None:
+    job, run = in_bucket("newest"), "x@17"
+    store = EvidenceStore(None, BundleCopies(run))
+    evidence = [
+        KeepEvidence(manifest(number=n), tuple(large(1)), bucket_of(job))
+        for n in range(1, MAX_BUNDLES + 4)
+    ]
+    done = asyncio.run(keep_all(store, evidence))
+    assert done[-1].folder == "memory://newest/x-17/000023-hang.json.gz"
+    own = manifest(number=23, reason="here")
+    found = with_copies([own], job, run)
+    assert [one.number for one in found] == list(range(4, MAX_BUNDLES + 4))
+    assert found[-1].reason == "here", "what is here is not read again"
+    assert found[0].folder == "memory://newest/x-17/000004-hang.json.gz"
+    assert found[0].nodes == ["n000"]
+    snapshot = snapshot_in_copies("n000", job, run)
+    assert snapshot is not None
+    assert snapshot.boot_id == "boot-0000"
+    assert snapshot_in_copies("n001", job, run) is None
+    assert with_copies([own], job, "another") == [own]
+
+
+def test_a_bucket_that_fails_is_told_once_and_costs_only_the_copies(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    document = job_file(1)
+    document["spec"]["diagnosis"] = {"evidence": f"file://{tmp_path}/file"}
+    job = ElasticJob.parse(document)
+    store = EvidenceStore(BundleFolder(tmp_path), BundleCopies("x"))
+    evidence = [KeepEvidence(manifest(number=n), (), bucket_of(job)) for n in (1, 2)]
+    done = asyncio.run(keep_all(store, evidence))
+    folders = [str(tmp_path / "evidence" / name) for name in ("000001-hang", "000002-hang")]
+    assert [one.folder for one in done] == folders
+    assert [record.message for record in caplog.records] == ["evidence_not_copied"]
+    assert [one.folder for one in with_copies(bundles(tmp_path), job, "x")] == folders
+    assert "are left out" in capsys.readouterr().err
 
 
 def test_snapshots_after_a_lost_journal_have_later_numbers_than_all_before() -> None:

@@ -9,7 +9,7 @@ from dlrover_py.master.core.events import KeepEvidence, SnapshotArrived
 from dlrover_py.master.core.history import CoreContext
 from dlrover_py.master.core.policy import in_words, with_cause
 from dlrover_py.protocol.agents import FailureKind
-from dlrover_py.protocol.bundles import has_own_failure
+from dlrover_py.protocol.bundles import bucket_of, has_own_failure
 from dlrover_py.protocol.diagnosis import LAST_LOOK_NODES, EvidenceKind, NodeSnapshot
 from dlrover_py.protocol.names import NodeId
 from dlrover_py.protocol.status import EvidenceManifest, Failure
@@ -116,4 +116,5 @@ class CrashEvidence:
             missing=sorted(asked - looks.keys()),
             lines=folded(workers),
         )
-        self.live.emit(KeepEvidence(manifest, tuple(sorted(looks.items()))))
+        bucket = bucket_of(self.live.spec)
+        self.live.emit(KeepEvidence(manifest, tuple(sorted(looks.items())), bucket))
