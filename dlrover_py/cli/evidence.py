@@ -1,7 +1,7 @@
-"""The copies of a job's evidence in its bucket, beside what is on this machine or in a Secret."""
+"""The evidence of a job: what its bucket has, and what is known of lost nodes."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import click
@@ -9,7 +9,7 @@ import click
 from dlrover_py.cli import view
 from dlrover_py.process.blocking import BackgroundThread
 from dlrover_py.protocol.bundles import SUFFIX, bucket_of, folder_in_bucket, folder_name
-from dlrover_py.protocol.diagnosis import NodeSnapshot
+from dlrover_py.protocol.diagnosis import EvidenceKind, NodeSnapshot
 from dlrover_py.protocol.errors import DLRoverError
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.status import EvidenceManifest
@@ -64,6 +64,24 @@ def snapshot_in_copies(node: str, job: ElasticJob | None, run: str) -> NodeSnaps
         return None
 
     return _asked(read, job, run)
+
+
+def last_known(
+    losses: Collection[tuple[str | None, int]], bundles: Sequence[EvidenceManifest]
+) -> Iterator[str]:
+    """Yield what was known last of lost nodes, in lines, and where it is kept.
+
+    Args:
+        losses: The nodes, each with the round in which it was lost.
+        bundles: The bundles of the job.
+    """
+    for bundle in bundles:
+        if bundle.kind is not EvidenceKind.LOST:
+            continue
+        nodes = {node for node in bundle.missing if (node, bundle.round) in losses}
+        if nodes:
+            yield from (f for f in bundle.facts if f.partition(" ")[0].rstrip(":") in nodes)
+            yield f"evidence: {bundle.folder}"
 
 
 def _asked(read: "Callable[[StoredBundles], T]", job: ElasticJob | None, run: str) -> T | None:

@@ -28,8 +28,6 @@ MAX_WAITING = 8
 """Most bundles that wait, as the disk or the API server is slow; the oldest ones are dropped."""
 WRITE_S = 30.0
 """Seconds after which a bundle that is not written is given up; its disk hangs."""
-
-
 BUCKET_S = 60.0
 """The same for a bucket."""
 BUCKET_PAUSE_S = 600.0
