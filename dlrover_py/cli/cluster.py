@@ -16,6 +16,7 @@ from rich.live import Live
 
 from dlrover_py.bad_hosts import HostPolicy, HostScores
 from dlrover_py.cli import view
+from dlrover_py.cli.evidence import snapshot_in_copies, with_copies
 from dlrover_py.cli.jobfile import JobDocument
 from dlrover_py.cli.logs import LogQuery
 from dlrover_py.cli.podlogs import PodLogs, selected_node
@@ -677,13 +678,14 @@ class ClusterJob:
         raise ConfigError(f"{self.name} has no Pod {name}: expected a server of `dlrover ps map`")
 
     def evidence(self) -> list[EvidenceManifest]:
-        """Return the bundles in the job's Secret, the oldest first.
+        """Return the bundles in the job's Secret and in its bucket, the oldest first.
 
-        If there are none, or the user may not read the Secret, it is the newest snapshot of the
+        If there are none, or the user may read neither, it is the newest snapshot of the
         status; empty if none was taken.
         """
-        if bundles := self._bundles():
-            return [one.manifest.model_copy(update={"folder": key}) for key, one in bundles]
+        own = [one.manifest.model_copy(update={"folder": key}) for key, one in self._bundles()]
+        if found := with_copies(own, self._spec(), self.obj["metadata"]["uid"]):
+            return found
         status = self.load_view().status
         kept = None if status is None else status.diagnosis
         if status is None or kept is None:
@@ -703,7 +705,15 @@ class ClusterJob:
     def node_snapshot(self, node: str) -> NodeSnapshot | None:
         """Return a node's part of the newest bundle that has one; None if there is none."""
         parts = [one.nodes[node] for _, one in self._bundles() if node in one.nodes]
-        return parts[-1] if parts else None
+        if parts:
+            return parts[-1]
+        return snapshot_in_copies(node, self._spec(), self.obj["metadata"]["uid"])
+
+    def _spec(self) -> ElasticJob | None:
+        """Return the job; None if this version does not understand it."""
+        with contextlib.suppress(ConfigError):
+            return ElasticJob.read(self.obj)
+        return None
 
     def _bundles(self) -> list[tuple[str, Bundle]]:
         """Return the bundles of evidence with their keys in the Secret, the oldest first.

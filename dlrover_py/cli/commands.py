@@ -29,6 +29,7 @@ from dlrover_py.cli import (
 from dlrover_py.cli.cache import cache
 from dlrover_py.cli.checkpoints import ckpt
 from dlrover_py.cli.data import data
+from dlrover_py.cli.evidence import last_known
 from dlrover_py.cli.logs import LogQuery
 from dlrover_py.cli.numbers import NodeCount, Real
 from dlrover_py.cli.progress import OutputError, Style, whole_output
@@ -650,7 +651,7 @@ def why(name: str | None, round_number: int | None, as_json: bool, target: Targe
     """Show the chain of causes that led to the job's present state.
 
     Each cause is shown with its time, and so are the events in between. If no known event explains
-    the state, only the phase and its reason are shown.
+    the state, only the phase and its reason are shown. Of a lost node, what was known last follows.
 
     \f
 
@@ -666,8 +667,10 @@ def why(name: str | None, round_number: int | None, as_json: bool, target: Targe
     """
     with selected_job(target, name, quiet=as_json) as job:
         job_view = job.load_view()
+        chain = view.causal_chain([e for e in job_view.events if e.id > 0], round_number)
+        losses = {(e.node, e.round or 0) for e in chain if e.reason == EventReason.NODE_LOST}
+        bundles = job.evidence() if losses and not as_json else []
     _print_remarks(job_view.notes)
-    chain = view.causal_chain([e for e in job_view.events if e.id > 0], round_number)
     newest = job_view.status.round if job_view.status is not None else 0
     if round_number is not None and not chain:
         raise ConfigError(
@@ -689,6 +692,8 @@ def why(name: str | None, round_number: int | None, as_json: bool, target: Targe
             click.echo(f"  resources: {view.plain(job_view.resource_advice)}")
     for event in chain:
         click.echo(f"  {view.event_line(event)}")
+    for line in last_known(losses, bundles):
+        click.echo(f"  {view.plain(line)}")
     if (
         round_number is None
         and newest > 1
@@ -1186,7 +1191,7 @@ def stacks(name: str | None, as_json: bool, target: Target) -> None:
 @as_json
 @target_options
 def evidence(name: str | None, as_json: bool, target: Target) -> None:
-    """List the bundles of evidence that were kept: hangs, failures, slow steps, wrong values.
+    """List the bundles of evidence that were kept: hangs, failures, losses, slow or wrong steps.
 
     \f
 

@@ -338,7 +338,7 @@ class RunningJob:
         return self._or_ended(lambda: self._answer(History, "GET", "/v1/history"), EndedJob.history)
 
     def evidence(self) -> list[EvidenceManifest]:  # noqa: D102
-        return runs.bundles(self._log_folder().parent)
+        return runs.evidence(self._log_folder().parent)
 
     def node_snapshot(self, node: str) -> NodeSnapshot | None:  # noqa: D102
         return runs.node_snapshot(self._log_folder().parent, node)
@@ -617,7 +617,7 @@ class EndedJob:
         return History()
 
     def evidence(self) -> list[EvidenceManifest]:  # noqa: D102
-        return runs.bundles(self._folder)
+        return runs.evidence(self._folder)
 
     def node_snapshot(self, node: str) -> NodeSnapshot | None:  # noqa: D102
         return runs.node_snapshot(self._folder, node)

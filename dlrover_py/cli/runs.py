@@ -12,11 +12,13 @@ from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from dlrover_py.cli.evidence import snapshot_in_copies, with_copies
 from dlrover_py.process.blocking import read_regular
 from dlrover_py.process.ownership import STATE_HINT, is_own
 from dlrover_py.protocol import names
 from dlrover_py.protocol.diagnosis import NodeSnapshot
 from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.status import EvidenceManifest, JobEvent, JobStatus
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -87,6 +89,18 @@ def bundles(folder: Path) -> list[EvidenceManifest]:
     return found
 
 
+def evidence(folder: Path) -> list[EvidenceManifest]:
+    """Return the bundles of a run, with those that only the bucket of its job has."""
+    return with_copies(bundles(folder), _job_of(folder), folder.name)
+
+
+def _job_of(folder: Path) -> ElasticJob | None:
+    """Return the job of a run; None if its file is missing or damaged."""
+    with contextlib.suppress(FileNotFoundError, ConfigError):
+        return read_document(folder / names.JOB_FILE, ElasticJob)
+    return None
+
+
 class _JournalEvents(BaseModel):
     """The part of a master's journal that is read here. Its other fields are ignored."""
 
@@ -116,7 +130,7 @@ def node_snapshot(folder: Path, node: str) -> NodeSnapshot | None:
     for path in sorted(paths, reverse=True):
         with contextlib.suppress(FileNotFoundError, ConfigError):
             return read_document(path, NodeSnapshot)
-    return None
+    return snapshot_in_copies(node, _job_of(folder), folder.name)
 
 
 def ended(state_root: Path | None) -> list[Run]:

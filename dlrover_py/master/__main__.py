@@ -20,7 +20,7 @@ from dlrover_py.master.app import (
     read_certificate,
     serve,
 )
-from dlrover_py.master.evidence import BundleFolder, BundlePlace
+from dlrover_py.master.evidence import BundleCopies, BundleFolder, EvidenceStore
 from dlrover_py.master.journal_store import FileJournalStore, JournalStore, SecretJournalStore
 from dlrover_py.master.loop import Clock
 from dlrover_py.master.platform import Platform
@@ -136,7 +136,7 @@ async def _run(
         platform: Platform
         store: JournalStore
         clock, servers, earlier_recipes = Clock(), None, None
-        evidence: BundlePlace | None = None
+        evidence: EvidenceStore
         if args.kubernetes:
             # Imported here: a job on one machine starts a fifth of a second earlier without them.
             from dlrover_py.kubernetes.client import KubeClient
@@ -165,7 +165,8 @@ async def _run(
             )
             from dlrover_py.master.evidence_secret import BundleSecret
 
-            evidence = BundleSecret(kube, namespace, evidence_of(name), job_uid=own.job_uid)
+            kept_in = BundleSecret(kube, namespace, evidence_of(name), job_uid=own.job_uid)
+            evidence = EvidenceStore(kept_in, BundleCopies(own.job_uid))
             if args.ps_listen is not None:
                 from dlrover_py.master.map_secret import SecretMapStore
 
@@ -177,7 +178,8 @@ async def _run(
             if args.state_dir is None:
                 raise ConfigError("--state-dir is needed: a folder for the journal")
             store = FileJournalStore(args.state_dir / JOURNAL_FILE)
-            evidence = None if args.temporary else BundleFolder(args.state_dir)
+            folder = None if args.temporary else BundleFolder(args.state_dir)
+            evidence = EvidenceStore(folder, BundleCopies(args.state_dir.name))
             if args.ps_fd is not None:
                 from dlrover_py.ps.map_store import MapFile
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from dlrover_py.master.evidence import BundlePlace, EvidenceStore
+from dlrover_py.master.evidence import EvidenceStore
 from dlrover_py.master.exchange import Exchanges, server
 from dlrover_py.master.journal_store import JournalStore
 from dlrover_py.master.loop import Clock, Loop
@@ -66,7 +66,7 @@ async def serve(
     clock: Clock,
     tls: ssl.SSLContext | None = None,
     lifeline: int | None = None,
-    evidence: BundlePlace | None = None,
+    evidence: EvidenceStore | None = None,
     certificate_ends: float | None = None,
     servers: ServerMap | None = None,
     earlier_recipes: RecipeSecret | None = None,
@@ -89,7 +89,7 @@ async def serve(
         tls: TLS settings for agents; None for plain HTTP.
         lifeline: Descriptor of a pipe. The master ends when the other end is closed. None if the
             master does not depend on another process.
-        evidence: Place for bundles of evidence; None keeps none.
+        evidence: Keeps bundles of evidence; None keeps none.
         certificate_ends: End of the certificate of ``tls``, in Unix seconds; None if not known.
         servers: Owner of the map of the job's parameter server; None if no server can be run.
         earlier_recipes: Import recipes of earlier runs; None where agents keep them in files.
@@ -115,7 +115,7 @@ async def serve(
         rules,
         clock=clock,
         publish_s=settings.publish_s,
-        evidence=EvidenceStore(evidence),
+        evidence=evidence,
         servers=servers,
         traces=None if exporter is None else RecoveryTimes(exporter.send),
     )

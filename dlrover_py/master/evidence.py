@@ -5,6 +5,7 @@ import contextlib
 import logging
 import os
 import shutil
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Protocol
 
 from dlrover_py.master.core.events import EvidenceKept, KeepEvidence
 from dlrover_py.process.blocking import BackgroundThread
-from dlrover_py.protocol.bundles import at_fault_first, folder_name
+from dlrover_py.protocol.bundles import MAX_BUNDLES, at_fault_first, folder_in_bucket, folder_name
 from dlrover_py.protocol.diagnosis import NodeSnapshot
 from dlrover_py.protocol.errors import DLRoverError
 from dlrover_py.protocol.names import EVIDENCE_FOLDER, MANIFEST_FILE, NodeId
@@ -20,8 +21,6 @@ from dlrover_py.protocol.status import EvidenceManifest
 
 log = logging.getLogger("master.evidence")
 
-MAX_BUNDLES = 20
-"""Most bundles of a job; the oldest ones are removed."""
 MAX_BUNDLE_BYTES = 16 << 20
 """Greatest size of a bundle in a folder. Nodes beyond it are left out: the lines of the manifest
 have all."""
@@ -29,6 +28,10 @@ MAX_WAITING = 8
 """Most bundles that wait, as the disk or the API server is slow; the oldest ones are dropped."""
 WRITE_S = 30.0
 """Seconds after which a bundle that is not written is given up; its disk hangs."""
+BUCKET_S = 60.0
+"""The same for a bucket."""
+BUCKET_PAUSE_S = 600.0
+"""Seconds for which a bucket that has failed is left alone."""
 
 
 class BundlePlace(Protocol):
@@ -61,26 +64,73 @@ class BundleFolder:
         return str(await self._thread.run(lambda: _write(self._root, manifest, nodes), WRITE_S))
 
 
+class BundleCopies:
+    """Copies of bundles in the bucket of a job. The bundles' own place does not wait for them."""
+
+    def __init__(self, run: str) -> None:
+        """Write nothing yet.
+
+        Args:
+            run: What :func:`dlrover_py.protocol.bundles.folder_in_bucket` takes.
+        """
+        self._run = run
+        self._thread = BackgroundThread("evidence-copies")
+        self._failing, self._again_at = "", 0.0
+
+    async def keep(self, evidence: KeepEvidence) -> str:
+        """Write a copy; return where it is, or "" if the bucket fails.
+
+        The failure is logged once. The bucket is then left alone for ``BUCKET_PAUSE_S``.
+        """
+        bucket = evidence.bucket
+        if bucket == self._failing and time.monotonic() < self._again_at:
+            return ""
+        folder = folder_in_bucket(bucket, self._run)
+
+        def put() -> str:
+            from dlrover_py.checkpoint.evidence import StoredBundles  # few masters need it
+
+            return StoredBundles(folder).put(evidence.manifest, evidence.nodes)
+
+        try:
+            where = await self._thread.run(put, BUCKET_S)
+        except (OSError, DLRoverError) as error:  # also OverdueError
+            if bucket != self._failing:
+                why = str(error) or f"no answer within {BUCKET_S:g} s"
+                log.warning("evidence_not_copied", extra={"bucket": bucket, "why": why})
+            self._failing, self._again_at = bucket, time.monotonic() + BUCKET_PAUSE_S
+            return ""
+        self._failing = ""
+        return where
+
+
 class EvidenceStore:
     """Keeps bundles one after the other, while the job goes on."""
 
-    def __init__(self, place: BundlePlace | None) -> None:
+    def __init__(self, place: BundlePlace | None, copies: BundleCopies | None = None) -> None:
         """Keep nothing yet.
 
         Args:
             place: The place for the bundles; None keeps none.
+            copies: Copies them to the bucket of a job that has one; None copies none.
         """
-        self._place = place
+        self._place, self._copies = place, copies
         self._waiting: deque[tuple[KeepEvidence, Callable[[EvidenceKept], None]]] = deque()
         self._task: asyncio.Task[None] | None = None
+        self._copying: set[asyncio.Task[None]] = set()
 
     def keep(self, evidence: KeepEvidence, done: Callable[[EvidenceKept], None]) -> None:
-        """Begin to keep a bundle. Without a place, nothing happens.
+        """Begin to keep a bundle, and to copy it. Without a place for either, nothing happens.
 
         Args:
             evidence: The evidence.
-            done: Called in the event loop once the bundle is there. A failure is only logged.
+            done: Called in the event loop once the bundle is there, and once its copy is. A failure
+                is only logged.
         """
+        if self._copies is not None and evidence.bucket and len(self._copying) < MAX_WAITING:
+            copying = asyncio.create_task(self._copy(self._copies, evidence, done))
+            self._copying.add(copying)
+            copying.add_done_callback(self._copying.discard)
         if self._place is None:
             return
         if len(self._waiting) >= MAX_WAITING:
@@ -92,13 +142,23 @@ class EvidenceStore:
             self._task = asyncio.create_task(self._keep_waiting(self._place))
 
     async def finish(self, within_s: float) -> None:
-        """Wait until all bundles are kept, or the time is over.
+        """Wait until all bundles are kept and copied, or the time is over.
 
         Args:
             within_s: Longest wait in seconds.
         """
-        if self._task is not None:
-            await asyncio.wait({self._task}, timeout=within_s)
+        if tasks := self._copying | ({self._task} if self._task is not None else set()):
+            await asyncio.wait(tasks, timeout=within_s)
+
+    async def _copy(
+        self,
+        copies: BundleCopies,
+        evidence: KeepEvidence,
+        done: Callable[[EvidenceKept], None],
+    ) -> None:
+        """Copy a bundle to the bucket."""
+        if where := await copies.keep(evidence):
+            done(EvidenceKept(evidence.manifest.number, where))
 
     async def _keep_waiting(self, place: BundlePlace) -> None:
         """Keep all bundles that wait, one after the other."""

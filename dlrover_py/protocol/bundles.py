@@ -1,4 +1,4 @@
-"""Bundles of evidence as they are kept in a Secret: compressed, and bounded (docs/diagnosis.md)."""
+"""Bundles of evidence as a Secret and a bucket keep them (docs/diagnosis.md)."""
 
 import gzip
 import json
@@ -9,16 +9,19 @@ from pydantic import BaseModel, ValidationError
 
 from dlrover_py.protocol.agents import FailureKind
 from dlrover_py.protocol.diagnosis import NodeSnapshot
-from dlrover_py.protocol.names import NodeId
+from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.protocol.names import EVIDENCE_FOLDER, NodeId
 from dlrover_py.protocol.status import EvidenceManifest
 
+MAX_BUNDLES = 20
+"""Most bundles of a job in a folder or a bucket; the oldest ones are removed."""
 MAX_PACKED_BYTES = 150_000
-"""Greatest size of a compressed bundle. Nodes beyond it are left out: the lines of the manifest
-have all."""
+"""Greatest size of a compressed bundle in a Secret. Nodes beyond it are left out: the lines of the
+manifest have all."""
 MAX_BYTES = 16 << 20
 """Bytes of a bundle that are accepted."""
 SUFFIX = ".json.gz"
-"""End of the key of a bundle in the Secret."""
+"""End of the key of a bundle in a Secret or a bucket."""
 
 
 class Bundle(BaseModel):
@@ -28,6 +31,26 @@ class Bundle(BaseModel):
     """What has happened."""
     nodes: dict[str, NodeSnapshot] = {}
     """Snapshots, by node."""
+
+
+def bucket_of(job: ElasticJob) -> str:
+    """Return the address below which a job's bundles have copies; empty if they have none."""
+    spec = job.spec
+    if spec.diagnosis.evidence is not None:
+        return spec.diagnosis.evidence.rstrip("/")
+    stored = (spec.checkpoint.dir if spec.checkpoint is not None else None) or ""
+    in_bucket = "://" in stored and not stored.lower().startswith("file:")
+    return f"{stored.rstrip('/')}/{EVIDENCE_FOLDER}" if in_bucket else ""
+
+
+def folder_in_bucket(bucket: str, run: str) -> str:
+    """Return the address of the bundles of one run.
+
+    Args:
+        bucket: What :func:`bucket_of` returns.
+        run: UID of the job in a cluster, or the name of the folder of the run.
+    """
+    return f"{bucket}/{run.replace('@', '-')}"  # an @ looks like a password in an address
 
 
 def folder_name(manifest: EvidenceManifest) -> str:

@@ -52,8 +52,7 @@ class CutStorage:
         """
         security = _security(pod, container)
         if "://" in url:
-            env = [one for one in _objects(container.get("env")) if _is_for_stores(one)]
-            return cls(env=tuple(env), security=security)
+            return cls(env=tuple(store_env(container)), security=security)
         if not url.startswith("/") or posixpath.normpath(url) != url:
             raise ConfigError(
                 f"found {shown(url)}: expected an absolute path without '..', or the address of a "
@@ -88,6 +87,11 @@ class CutStorage:
             )
         own = "cuts"
         return cls(({**volume, "name": own},), ({**mount, "name": own},), security=security)
+
+
+def store_env(container: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the variables of a container that clients of buckets read."""
+    return [one for one in _objects(container.get("env")) if _is_for_stores(one)]
 
 
 def _security(pod: dict[str, Any], container: dict[str, Any]) -> dict[str, Any]:

@@ -174,6 +174,7 @@ class EvidenceKind(StrEnum):
     SLOW = "slow"  # steps have become slower
     WRONG = "wrong"  # values are wrong
     FAILURE = "failure"  # a worker has failed, or was made to fail by a verdict
+    LOST = "lost"  # nodes were lost with their agents
 
 
 class HangKind(StrEnum):

@@ -797,6 +797,15 @@ class DiagnosisSpec(_Strict):
     log_rules: Annotated[list[LogRule], Field(max_length=MAX_RULES)] = Field(default_factory=list)
     """Rules for the lines that workers print, for scripts that only print. A change applies from
     the next round on."""
+    evidence: (
+        Annotated[
+            str,
+            StringConstraints(max_length=1024, pattern=r"^[A-Za-z][A-Za-z0-9+.-]+://.+$"),
+        ]
+        | None
+    ) = None
+    """Address of a bucket (``s3://…``) that gets a copy of each bundle of evidence. If absent, it
+    is the folder ``evidence`` of ``checkpoint.dir``, if that is a bucket."""
     snapshot: RequestText | None = None
     """Any text that was not here before, such as the time, requests a snapshot of all ranks:
     ``dlrover job stacks`` sets it."""

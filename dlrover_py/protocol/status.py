@@ -452,7 +452,8 @@ class DiagnosisStatus(_StatusModel):
     lines: list[Words] = Field(default_factory=list, max_length=64)
     """What each rank does, in words. Equal ranks have one line together."""
     folder: Words = ""
-    """Folder of the evidence on the master's machine; empty if none was kept."""
+    """Where the evidence is: a folder of the master's machine, a key of a Secret, or an address;
+    empty if none was kept."""
 
 
 class EvidenceManifest(_StatusModel):
@@ -479,11 +480,12 @@ class EvidenceManifest(_StatusModel):
     node: Words = ""
     """The node at fault, whose snapshot is never left out; empty if none is named."""
     facts: list[Words] = Field(default_factory=list, max_length=64)
-    """What was measured, in words: of a slow job, what each node spends in a step."""
+    """What was measured, in words: of a slow job, what each node spends in a step; of lost nodes,
+    what they have reported last."""
     nodes: list[Words] = Field(default_factory=list, max_length=65_536)
     """Nodes of the snapshot, each with a file ``NODE.json``."""
     missing: list[Words] = Field(default_factory=list, max_length=65_536)
-    """Nodes that have not answered in time."""
+    """Nodes that have not answered in time, or were lost."""
     lines: list[Words] = Field(default_factory=list, max_length=64)
     """What each rank does, in words."""
     folder: Words = ""

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dlrover_py.protocol import names
-from dlrover_py.protocol.cut_storage import CutStorage
+from dlrover_py.protocol.bundles import bucket_of
+from dlrover_py.protocol.cut_storage import CutStorage, store_env
 from dlrover_py.protocol.job import MASTER_ENV, MASTER_SETTING, ElasticJob
 from dlrover_py.protocol.status import PROGRESS_S
 
@@ -252,7 +253,8 @@ def deployment(job: ElasticJob, cluster_ip: str, options: Options, jobs: int = 1
     The job's master template decides the node selector, affinity, tolerations, priority class,
     scheduler, pull Secrets, labels and annotations. Of its main container, only the resources and
     the master settings are used. All other fields are ignored. From the template of servers with a
-    directory for cuts, it takes what it needs to write there.
+    directory for cuts, it takes what it needs to write there. So it does from that of the workers
+    for copies of evidence in a bucket.
 
     Args:
         job: the job of the master.
@@ -301,7 +303,11 @@ def deployment(job: ElasticJob, cluster_ip: str, options: Options, jobs: int = 1
             *storage.volumes,
         ],
     }
-    pod["containers"][0]["env"] += storage.env
+    env = {variable["name"]: variable for variable in storage.env}
+    if bucket_of(job):  # the master copies evidence to it
+        of_workers = store_env(_main(_spec(job.worker.template)))
+        env = {variable["name"]: variable for variable in of_workers} | env
+    pod["containers"][0]["env"] += env.values()
     pod["containers"][0]["volumeMounts"] += storage.mounts
     labels = _dict(meta.get("labels")) | _labels(job) | _selector(job)
     # The contents of /tmp may be lost. Without this, Cluster Autoscaler would not remove the node.

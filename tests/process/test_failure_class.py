@@ -14,6 +14,19 @@ def bundles(run: Job) -> list[Any]:
     return found
 
 
+def test_of_a_node_that_is_killed_with_its_agent_the_last_reports_are_kept(place: Place) -> None:
+    with job(place, replicas=2, hosts=3, settings=CALM) as run:
+        lost = next(node.id for node in run.running(2).nodes)
+        run.hurt(lost, "kill")
+        run.running(2, round_after=1)
+        run.until(lambda _: bundles(run), "the bundle")
+        (kept,) = bundles(run)
+        assert (kept["kind"], kept["missing"]) == ("lost", [lost])
+        shown = run.cli("job", "why", "job", "--round", "2")
+        assert "before, its workers running in round 1" in shown
+        assert f"evidence: {kept['folder']}" in shown
+
+
 def test_the_first_cause_is_classified_and_not_the_lost_connection(place: Place) -> None:
     script = PROGRAMS / "fail_on_a_full_disk.py"
     with job(place, script=script, replicas=2, settings=CALM) as run:

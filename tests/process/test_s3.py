@@ -1,5 +1,6 @@
-"""Checkpoints in a bucket: a real S3 server."""
+"""Checkpoints and evidence in a bucket: a real S3 server."""
 
+import json
 import logging
 import os
 import shutil
@@ -27,8 +28,9 @@ from dlrover_py.protocol.names import Round, Step, Timeline
 from dlrover_py.protocol.persister import KeepRules, WriteReply
 from dlrover_py.trainer.dcp_import import load_dcp
 from tests.flash import OPEN
-from tests.process.harness import CALM, Place, eventually, members
+from tests.process.harness import CALM, Place, eventually, job, members
 from tests.process.test_flash import training
+from tests.programs import PROGRAMS
 from tests.s3 import BUCKET, BUILD_S, Server, serving
 from tests.slots import JOB, Persister, full, load_with_torch, order, rows, stage, verify
 
@@ -277,3 +279,18 @@ def test_jobs_live_from_a_bucket(place: Place, shm: Path, server: Server, url: s
         place, "sharded", name="next", replicas=1, checkpoint=rules, settings=CALM
     ) as its:
         assert its.loaded(its.run.running(1)) == newest.step, "one node, of what two have written"
+
+
+def test_evidence_in_a_bucket_outlives_the_machine(place: Place, server: Server, url: str) -> None:
+    place.env.update(server.env)
+    script = PROGRAMS / "fail_on_a_full_disk.py"
+    spec = {"checkpoint": {"dir": url}}
+    with job(place, script=script, replicas=2, settings=CALM, spec=spec) as run:
+        copies = server.bucket / url.removeprefix(f"s3://{BUCKET}/") / "evidence"
+        eventually(lambda: list(copies.glob("*/*.json.gz")), "the copy", within_s=120)
+        (kept,) = json.loads(run.cli("job", "evidence", "job", "--json"))
+        assert Path(kept["folder"]).is_dir()
+        shutil.rmtree(kept["folder"])
+        (copy,) = json.loads(run.cli("job", "evidence", "job", "--json"))
+    assert copy["folder"].startswith(f"{url}/evidence/job-")
+    assert copy | {"folder": ""} == kept | {"folder": ""}

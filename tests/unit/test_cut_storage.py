@@ -10,6 +10,7 @@ from dlrover_py.protocol.cut_storage import OWN_FOLDERS, CutStorage
 from dlrover_py.protocol.errors import ConfigError, UnsupportedError
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import NODE_MOUNT, TLS_MOUNT, TOKEN_MOUNT
+from tests.builders import job_file
 from tests.unit.test_servers import document
 
 NFS = {"name": "data", "nfs": {"server": "s", "path": "/x"}}
@@ -98,3 +99,21 @@ def test_a_job_names_its_field_when_it_is_refused() -> None:
         UnsupportedError, match=r"spec\.replicaSpecs\.ps\.checkpoints: found text '/x'"
     ):
         ElasticJob.parse(with_cuts("/x"), on_cluster=True)
+
+
+def test_the_masters_pod_has_the_credentials_of_the_bucket_for_evidence() -> None:
+    variables = [
+        {"name": "AWS_REGION", "value": "x"},
+        {"name": "AWS_SECRET_ACCESS_KEY", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}},
+        {"name": "OTHER", "value": "y"},
+    ]
+    found = []
+    for where in ("s3://bucket/run", "/shared/run"):
+        job = job_file(2)
+        job["spec"]["checkpoint"] = {"dir": where}
+        container = job["spec"]["replicaSpecs"]["worker"]["template"]["spec"]["containers"][0]
+        container["env"] = variables
+        made = manifests.deployment(ElasticJob.parse(job), "10.0.0.1", Options("master:1"))
+        env = made["spec"]["template"]["spec"]["containers"][0]["env"]
+        found.append([one for one in env if one in variables])
+    assert found == [variables[:2], []]

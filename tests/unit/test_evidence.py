@@ -3,23 +3,54 @@
 import asyncio
 import base64
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+from click.testing import CliRunner
 
+from dlrover_py.cli.commands import root
+from dlrover_py.cli.evidence import last_known, snapshot_in_copies, with_copies
 from dlrover_py.cli.runs import bundles
 from dlrover_py.kubernetes.kinds import Obj
 from dlrover_py.master.core.diagnosis.crashes import LAST_LOOKS_S, MOST_LOOKS
-from dlrover_py.master.core.events import KeepEvidence, Rules, SnapshotArrived
+from dlrover_py.master.core.diagnosis.losses import TOGETHER_S
+from dlrover_py.master.core.events import (
+    EvidenceKept,
+    KeepEvidence,
+    NodeEnded,
+    NodeSeen,
+    Rules,
+    SnapshotArrived,
+)
 from dlrover_py.master.core.state import Look, Step
-from dlrover_py.master.evidence import MAX_BUNDLE_BYTES, MAX_BUNDLES, BundleFolder, EvidenceStore
+from dlrover_py.master.evidence import (
+    MAX_BUNDLE_BYTES,
+    BundleCopies,
+    BundleFolder,
+    EvidenceStore,
+)
 from dlrover_py.master.evidence_secret import BundleSecret
 from dlrover_py.master.journal_store import FileJournalStore
 from dlrover_py.master.loop import Loop
 from dlrover_py.master.platform.static import StaticPlatform
-from dlrover_py.protocol.agents import Assignment, FailureKind
-from dlrover_py.protocol.bundles import MAX_BYTES, folder_name, newest, packed, unpacked
+from dlrover_py.protocol.agents import (
+    AgentReport,
+    Assignment,
+    FailureKind,
+    NodeLoad,
+    Progress,
+)
+from dlrover_py.protocol.bundles import (
+    MAX_BUNDLES,
+    MAX_BYTES,
+    bucket_of,
+    folder_name,
+    newest,
+    packed,
+    unpacked,
+)
 from dlrover_py.protocol.diagnosis import (
     MAX_LAST_BYTES,
     EvidenceKind,
@@ -28,9 +59,11 @@ from dlrover_py.protocol.diagnosis import (
     NodeSnapshot,
     WorkerSnapshot,
 )
-from dlrover_py.protocol.names import NodeId, owner
+from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.protocol.names import JOB_FILE, STATUS_FILE, NodeId, owner
 from dlrover_py.protocol.status import EvidenceManifest
-from tests.builders import Bench, SimAgent, crash, elastic_job, running, user_error
+from tests.builders import Bench, SimAgent, crash, elastic_job, job_file, running, user_error
 from tests.loops import working
 
 if TYPE_CHECKING:
@@ -272,6 +305,193 @@ async def test_a_folder_keeps_the_node_at_fault_within_its_size(tmp_path: Path) 
     assert len(one.nodes) < 80
     written = sum(path.stat().st_size for path in Path(folder).glob("n*.json"))
     assert written <= MAX_BUNDLE_BYTES
+
+
+def report_with(agent: SimAgent, **fields: object) -> AgentReport:
+    return agent.report().model_copy(update=fields)
+
+
+def kept_within(bench: Bench, seconds: float) -> list[KeepEvidence]:
+    """Pass time in which the other nodes report, and return what is kept."""
+    found = []
+    for _ in range(int(seconds)):
+        bench.now += 1.0
+        for agent in bench.living():
+            if bench.job.live.nodes[agent.node].alive:
+                found += kept(bench.say(agent))
+    return found
+
+
+def test_a_node_that_was_lost_with_its_agent_has_a_bundle_of_what_it_said_last() -> None:
+    bench = running(elastic_job(3, restarts=3))
+    progress = Progress(
+        step=120, total=500, started_at_step=0, first_step_after_s=1.0, steps_per_s=2.0
+    )
+    load = NodeLoad(memory_bytes=3 * 10**9, memory_limit=4 * 10**9, memory=0.4)
+    lost = bench.agent("n1")
+    bench.say(lost, report_with(lost, progress=progress, load=load))
+    bench.now += 2.0
+    bench.say(bench.agent("n0"))
+    bench.say(bench.agent("n2"))
+    assert not kept(bench.step(NodeEnded(lost.node, "its connection closed")))
+    bench.step(NodeEnded(lost.node, "its container was killed, exit code 137", exit_code=137))
+    other = bench.agent("n0")
+    assert not kept(bench.step(look(other, 1)))
+    (one,) = kept_within(bench, TOGETHER_S)
+    told = one.manifest
+    assert (told.kind, told.node, told.missing) == (EvidenceKind.LOST, "n1", ["n1"])
+    assert (told.round, told.step, told.nodes) == (1, 120, ["n0"])
+    assert told.reason == "node n1 was lost: its connection closed"
+    facts = "\n".join(told.facts)
+    assert "its platform says: its container was killed, exit code 137" in facts
+    assert "last report 2.0 s before, its workers running in round 1" in facts
+    assert "step 120 of 500, 2 steps/s" in facts
+    assert "memory 3.0 GB of 4.0 GB" in facts
+    assert "waited for memory 40% of the time" in facts
+    assert not kept_within(bench, 2 * TOGETHER_S)
+
+
+def test_the_causes_of_a_round_end_with_what_was_known_of_a_lost_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of the run is gone from this machine, so the bundle is that of the bucket."""
+    monkeypatch.setenv("DLROVER_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("DLROVER_STATE_DIR", str(tmp_path))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    tmp_path.chmod(0o700)
+    folder = tmp_path / "job@1"
+    folder.mkdir(mode=0o700)
+    spec = in_bucket("lost")
+    bench = running(elastic_job(3, minimum=1, restarts=3))
+    bench.step(NodeEnded(NodeId("n1"), "its host is gone"))
+    (one,) = kept_within(bench, TOGETHER_S)
+    bench.settle()
+    assert bench.job.state.round == 2
+    copied = replace(one, bucket=bucket_of(spec))
+    asyncio.run(keep_all(EvidenceStore(None, BundleCopies(folder.name)), [copied]))
+    (folder / JOB_FILE).write_text(spec.model_dump_json(by_alias=True))
+    (folder / STATUS_FILE).write_text(bench.job.status(0.0, 1.0).model_dump_json())
+    shown = CliRunner().invoke(root, ["job", "why", "job", "--round", "2"], catch_exceptions=False)
+    *_, last_report, where = shown.output.splitlines()
+    assert "n1 on n1: last report" in last_report
+    assert where == "  evidence: memory://lost/job-1/000001-lost.json.gz"
+    listed = CliRunner().invoke(root, ["job", "evidence", "job"], catch_exceptions=False)
+    assert "round 1, lost: node n1 was lost: its host is gone" in listed.output
+
+
+def test_nodes_that_are_lost_together_have_one_bundle() -> None:
+    bench = running(elastic_job(4, minimum=1, restarts=3))
+    bench.step(NodeEnded(NodeId("n3"), "its host is gone"))
+    assert not kept_within(bench, TOGETHER_S / 2)
+    bench.step(NodeEnded(NodeId("n2"), "its host is gone"))
+    (one,) = kept_within(bench, TOGETHER_S)
+    assert one.manifest.missing == ["n2", "n3"]
+    assert one.manifest.reason.endswith("was lost: its host is gone, and 1 further node")
+    shown = list(last_known({("n2", 1)}, [one.manifest]))
+    assert shown[0] == "n2 on n2: was lost: its host is gone"
+    assert shown[-1].startswith("evidence: ")
+    assert not [line for line in shown if line.startswith("n3")]
+    assert not list(last_known({("n2", 2)}, [one.manifest])), "that of another round"
+
+
+def test_a_node_that_leaves_or_has_never_reported_is_no_loss_with_evidence() -> None:
+    bench = running(elastic_job(3, minimum=1, restarts=3))
+    bench.step(NodeSeen(NodeId("n1"), near=True, leaving="its host is drained"))
+    bench.step(NodeEnded(NodeId("n1"), "it has ended"))
+    new = next(node.id for node in bench.job.live.nodes if not node.incarnation)
+    bench.step(NodeEnded(new, "its image is missing", exit_code=1))
+    assert not bench.job.live.nodes.losses
+    bench.step(NodeEnded(NodeId("n2"), "killed", exit_code=137))
+    assert bench.job.detectors.end(), "the master ends"
+    (one,) = kept(bench.step())
+    assert one.manifest.missing == ["n2"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ({}, ""),
+        ({"checkpoint": {"dir": "/shared/run"}}, ""),
+        ({"checkpoint": {"dir": "file:///shared/run"}}, ""),
+        ({"checkpoint": {"dir": "s3://b/run/"}}, "s3://b/run/evidence"),
+        (
+            {"checkpoint": {"dir": "s3://b/run"}, "diagnosis": {"evidence": "gs://c/d/"}},
+            "gs://c/d",
+        ),
+    ],
+)
+def test_bundles_have_copies_where_the_job_has_a_bucket(
+    spec: dict[str, Any], expected: str
+) -> None:
+    document = job_file(2)
+    document["spec"] |= spec
+    job = ElasticJob.parse(document)
+    assert bucket_of(job) == expected
+    bench = running(job)
+    fail(bench, "n1")
+    bench.now += LAST_LOOKS_S + 1
+    (one,) = kept(bench.step())
+    assert one.bucket == expected
+
+
+def test_the_address_of_a_bucket_is_no_path() -> None:
+    document = job_file(2)
+    document["spec"]["diagnosis"] = {"evidence": "/shared"}
+    with pytest.raises(ConfigError, match=r"spec\.diagnosis\.evidence"):
+        ElasticJob.parse(document)
+
+
+def in_bucket(name: str) -> ElasticJob:
+    document = job_file(1)
+    document["spec"]["diagnosis"] = {"evidence": f"memory://{name}"}
+    return ElasticJob.parse(document)
+
+
+async def keep_all(store: EvidenceStore, evidence: list[KeepEvidence]) -> list[EvidenceKept]:
+    done: list[EvidenceKept] = []
+    for one in evidence:
+        store.keep(one, done.append)
+        await store.finish(60.0)
+    return done
+
+
+def test_a_bucket_keeps_the_newest_bundles_which_are_listed_and_read() -> None:
+    job, run = in_bucket("newest"), "x@17"
+    store = EvidenceStore(None, BundleCopies(run))
+    evidence = [
+        KeepEvidence(manifest(number=n), tuple(large(1)), bucket_of(job))
+        for n in range(1, MAX_BUNDLES + 4)
+    ]
+    done = asyncio.run(keep_all(store, evidence))
+    assert done[-1].folder == "memory://newest/x-17/000023-hang.json.gz"
+    own = manifest(number=23, reason="here")
+    found = with_copies([own], job, run)
+    assert [one.number for one in found] == list(range(4, MAX_BUNDLES + 4))
+    assert found[-1].reason == "here", "what is here is not read again"
+    assert found[0].folder == "memory://newest/x-17/000004-hang.json.gz"
+    assert found[0].nodes == ["n000"]
+    snapshot = snapshot_in_copies("n000", job, run)
+    assert snapshot is not None
+    assert snapshot.boot_id == "boot-0000"
+    assert snapshot_in_copies("n001", job, run) is None
+    assert with_copies([own], job, "another") == [own]
+
+
+def test_a_bucket_that_fails_is_told_once_and_costs_only_the_copies(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    document = job_file(1)
+    document["spec"]["diagnosis"] = {"evidence": f"file://{tmp_path}/file"}
+    job = ElasticJob.parse(document)
+    store = EvidenceStore(BundleFolder(tmp_path), BundleCopies("x"))
+    evidence = [KeepEvidence(manifest(number=n), (), bucket_of(job)) for n in (1, 2)]
+    done = asyncio.run(keep_all(store, evidence))
+    folders = [str(tmp_path / "evidence" / name) for name in ("000001-hang", "000002-hang")]
+    assert [one.folder for one in done] == folders
+    assert [record.message for record in caplog.records] == ["evidence_not_copied"]
+    assert [one.folder for one in with_copies(bundles(tmp_path), job, "x")] == folders
+    assert "are left out" in capsys.readouterr().err
 
 
 def test_snapshots_after_a_lost_journal_have_later_numbers_than_all_before() -> None:

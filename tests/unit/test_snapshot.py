@@ -15,11 +15,12 @@ from dlrover_agent.channels.probe_socket import ProbeServer
 from dlrover_agent.snapshot import IdleClock, SnapshotTaker, io_bytes, process_facts, read_spied
 from dlrover_py.cli.runs import bundles, node_snapshot
 from dlrover_py.master.core.events import EvidenceKept, KeepEvidence
-from dlrover_py.master.evidence import MAX_BUNDLES, MAX_WAITING, BundleFolder, EvidenceStore
+from dlrover_py.master.evidence import MAX_WAITING, BundleFolder, EvidenceStore
 from dlrover_py.process import probe
 from dlrover_py.process.identity import ProcessId
 from dlrover_py.protocol import names
 from dlrover_py.protocol.agents import Assignment, Directive, FailureKind, WorkerFailure
+from dlrover_py.protocol.bundles import MAX_BUNDLES
 from dlrover_py.protocol.diagnosis import LAST_LOOK_NODES, MAX_LINES, NodeSnapshot
 from dlrover_py.protocol.errors import TransientError
 from dlrover_py.protocol.names import NodeId

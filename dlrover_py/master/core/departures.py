@@ -7,7 +7,7 @@ from dlrover_py.master.core.capacity import Capacity
 from dlrover_py.master.core.checkpointing import Checkpointing
 from dlrover_py.master.core.events import CreateNode, DeleteNode, NodeEnded, NodeSeen
 from dlrover_py.master.core.history import CoreContext
-from dlrover_py.master.core.nodes import Node, Readiness
+from dlrover_py.master.core.nodes import Loss, Node, Readiness
 from dlrover_py.master.core.transitions import Transitions
 from dlrover_py.master.core.tuning import Tuning
 from dlrover_py.protocol.agents import FailureClass
@@ -162,6 +162,8 @@ class Departures:
             main = ended.exit_code is not None  # and not an init container
             smaller = self._ran_out_of_memory(node, ended.out_of_memory, main=main)
         if node is None or node.phase is NodePhase.GONE:
+            if (loss := self.live.nodes.losses.get(ended.node)) is not None:
+                loss.ended = ended.why
             return
         if node.announced_by_agent and ended.free and ended.by_platform:  # its host is shut down
             self._capacity.spot.note_reclaim(node)
@@ -244,6 +246,10 @@ class Departures:
                 if not exited_ok:
                     self._transitions.shorten_grace(node)
             return
+        if node.incarnation:  # of others nothing is known
+            self.live.nodes.losses[node.id] = Loss(
+                node, why, self.state.round, self.live.now, node.report, node.heard_at
+            )
         self.state.count_failure(failure_class)
         self.live.last_loss = f"node {node.id} was lost: {why}"
         event = self.log.record(

@@ -293,6 +293,8 @@ class KeepEvidence:
 
     manifest: EvidenceManifest
     nodes: tuple[tuple[NodeId, NodeSnapshot], ...]
+    bucket: str = ""
+    """Address below which a copy is kept; empty for none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Annotated
 from pydantic import dataclasses as records
 
 from dlrover_py.protocol.agents import COUNT, AgentReport, Count
-from dlrover_py.protocol.names import Incarnation, NodeId, Term
+from dlrover_py.protocol.names import Incarnation, NodeId, Round, Term
 from dlrover_py.protocol.status import NodePhase
 
 
@@ -253,6 +253,23 @@ class LostNode:
     """Whether neither the node nor its host is to blame."""
 
 
+@dataclass(slots=True)
+class Loss:
+    """A node that was lost, and whose evidence is still to be kept."""
+
+    node: Node
+    why: str
+    round: Round
+    at: float
+    """Monotonic time."""
+    report: AgentReport | None
+    """Its last report: a node that comes back gets newer ones."""
+    heard_at: float
+    """Monotonic time of that report."""
+    ended: str = ""
+    """What its platform has said later of its end; empty if it has said nothing."""
+
+
 _Facets = tuple[Readiness, bool, bool, bool]
 """Properties by which nodes are counted: readiness, whether alive, whether warm, whether the
 process runs."""
@@ -302,6 +319,8 @@ class Nodes:
         """Until when a node may come back whose connection closed while the master stood still."""
         self.leaving: dict[NodeId, Node] = {}
         """Living nodes that are leaving, by id."""
+        self.losses: dict[NodeId, Loss] = {}
+        """Nodes that were lost lately, the first one first."""
         self.members = 0
         """Version of the set of nodes; it grows when a node is added or forgotten."""
         # Lazy heap: an entry that comes too early is pushed again, so `take_report` costs no push.

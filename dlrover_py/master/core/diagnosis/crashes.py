@@ -9,9 +9,9 @@ from dlrover_py.master.core.events import KeepEvidence, SnapshotArrived
 from dlrover_py.master.core.history import CoreContext
 from dlrover_py.master.core.policy import in_words, with_cause
 from dlrover_py.protocol.agents import FailureKind
-from dlrover_py.protocol.bundles import has_own_failure
+from dlrover_py.protocol.bundles import bucket_of, has_own_failure
 from dlrover_py.protocol.diagnosis import LAST_LOOK_NODES, EvidenceKind, NodeSnapshot
-from dlrover_py.protocol.names import NodeId
+from dlrover_py.protocol.names import NodeId, Round
 from dlrover_py.protocol.status import EvidenceManifest, Failure
 
 MOST_LOOKS = 2 * LAST_LOOK_NODES
@@ -89,6 +89,10 @@ class CrashEvidence:
         else:
             self._keep()
 
+    def looks_at(self, number: Round) -> dict[NodeId, NodeSnapshot]:
+        """Return the last looks at a round that are there."""
+        return {node: one for node, one in self._looks.items() if one.round == number}
+
     def end(self) -> bool:
         """Wait for no further looks; return whether a bundle waits for the next decision."""
         self._due = 0.0
@@ -99,7 +103,7 @@ class CrashEvidence:
         failure, self._failure = self._failure, None
         asked, self._asked = self._asked, set()
         assert failure is not None
-        looks = {n: one for n, one in self._looks.items() if one.round == failure.round}
+        looks = self.looks_at(Round(failure.round))
         workers = [w for node in sorted(looks) for w in looks[node].workers]
         self.state.snapshots += 1
         self.state.changed()
@@ -116,4 +120,5 @@ class CrashEvidence:
             missing=sorted(asked - looks.keys()),
             lines=folded(workers),
         )
-        self.live.emit(KeepEvidence(manifest, tuple(sorted(looks.items()))))
+        bucket = bucket_of(self.live.spec)
+        self.live.emit(KeepEvidence(manifest, tuple(sorted(looks.items())), bucket))

@@ -4,6 +4,7 @@ from dlrover_py.master.core.admission import Admission
 from dlrover_py.master.core.assignments import Assignments
 from dlrover_py.master.core.diagnosis.crashes import CrashEvidence
 from dlrover_py.master.core.diagnosis.log_rules import LogFindings
+from dlrover_py.master.core.diagnosis.losses import LossEvidence
 from dlrover_py.master.core.diagnosis.slow import SlowJob
 from dlrover_py.master.core.diagnosis.watch import Diagnosis
 from dlrover_py.master.core.diagnosis.wrong import WrongValues
@@ -16,7 +17,7 @@ from dlrover_py.protocol.names import NodeId
 
 
 class Detectors:
-    """The detectors of output, wrong values, slow steps and hangs; evidence of failures."""
+    """The detectors of output, wrong values, slow steps and hangs; evidence of what is lost."""
 
     def __init__(
         self,
@@ -40,6 +41,7 @@ class Detectors:
         self._slow = SlowJob(context, admission)
         self._hang = Diagnosis(context, assignments, failures)
         self._crashes = CrashEvidence(context)
+        self._losses = LossEvidence(context, self._crashes.looks_at)
 
     def take_report(self, node: NodeId, report: AgentReport) -> None:
         """Take in what a report of a node says to each detector."""
@@ -69,13 +71,14 @@ class Detectors:
         self._hang.decide()
 
     def end(self) -> bool:
-        """Have the evidence of a failure kept with the next decision, as this master ends.
+        """Have evidence that waits kept with the next decision, as this master ends.
 
         Returns:
             Whether there is such evidence.
         """
-        return self._crashes.end()
+        return any([self._crashes.end(), self._losses.end()])
 
     def keep_evidence(self) -> None:
-        """Begin to keep the evidence of failures, once their causes are decided."""
+        """Begin to keep the evidence of failures and losses, once their causes are decided."""
         self._crashes.decide()
+        self._losses.decide()

@@ -13,6 +13,7 @@ from dlrover_py.master.core.failures import Failures
 from dlrover_py.master.core.history import CoreContext
 from dlrover_py.master.core.state import NON_DISRUPTIVE, Look
 from dlrover_py.protocol.agents import AgentReport, FailureKind, WorkerFailure
+from dlrover_py.protocol.bundles import bucket_of
 from dlrover_py.protocol.diagnosis import (
     Cause,
     EvidenceKind,
@@ -241,7 +242,8 @@ class Diagnosis:
             missing=missing,
             lines=lines,
         )
-        live.emit(KeepEvidence(manifest, tuple(sorted(self._taken.items()))))
+        taken = tuple(sorted(self._taken.items()))
+        live.emit(KeepEvidence(manifest, taken, bucket_of(live.spec)))
         live.diagnosis = DiagnosisStatus(
             number=live.snapshot,
             at=live.wall,
