@@ -26,7 +26,8 @@ STARTED: Final = b"s"
 """A forked process is about to run the user's code, or serves the store."""
 
 RecipeLine = tuple[str, str, str | None]
-"""A line of an import recipe: its kind (``import``, ``env`` or ``own``), a name, and a value."""
+"""A line of an import recipe: its kind (``import``, ``env``, ``own`` or ``unfit``), a name, and a
+value."""
 
 
 class ZygoteConfig(NamedTuple):
@@ -40,7 +41,8 @@ class ZygoteConfig(NamedTuple):
     """The import recipe, in order.
 
     Its lines are ``["import", name, origin]``, ``["env", key, value]``, ``["env", key, null]``, and
-    ``["own", name, origin]`` for a module that must not be imported.
+    ``["own", name, origin]`` for a module that must not be imported. So it is with ``["unfit",
+    name, origin]``: an installed module that has made a zygote unfit.
     """
     per_rank: Sequence[str]
     """Environment variables that differ between workers. No import may read them."""

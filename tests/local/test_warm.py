@@ -46,7 +46,7 @@ class Node:
             WorkerProgram(
                 [sys.executable, "-u", str(folder / "train.py")],
                 {"PYTHONPATH": str(folder), "GO": str(self.go)},
-                (),
+                ["LOCAL_RANK"],
             ),
             disabled_reason="",
             scratch=folder,
@@ -120,6 +120,24 @@ async def test_a_zygote_that_ends_with_its_agent_is_not_built_again(
     assert node.warm.disabled_reason == "the agent ends"
     assert not [r for r in caplog.records if "again" in str(vars(r).get("then"))]
     await node.close()
+
+
+async def test_a_recipe_says_what_has_made_a_zygote_unfit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Lightning reads the rank when it is imported: each node built one zygote in vain."""
+    node = Node(tmp_path, "import os\nos.environ.get('LOCAL_RANK')\n", BuildTiming())
+    with caplog.at_level(logging.INFO):
+        await node.until(lambda: node.warm.ready)
+        assert [r.message for r in caplog.records].count("zygote_unfit") == 1
+        (folder := tmp_path / "later").mkdir()
+        later = Node(folder, "", BuildTiming(), early=True)
+        assert node.warm.recipe is not None
+        later.warm.adopt(ImportRecipe.from_wire(node.warm.recipe.to_wire()))
+        await later.until(lambda: later.warm.ready)
+    assert [r.message for r in caplog.records].count("zygote_unfit") == 1
+    for one in node, later:
+        await one.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

@@ -244,6 +244,20 @@ def test_a_node_that_joins_gets_warm_first(place: Place, library: Library) -> No
         assert not said(run, "recipe_learned", "n1") or said(run, "zygote_ready", "n1")
 
 
+def test_a_node_that_joins_builds_no_zygote_in_vain(place: Place, library: Library) -> None:
+    """Lightning reads the rank when it is imported: each node of a job had to learn that."""
+    library.write("fakelib", "import os\nVERSION = os.environ.get('LOCAL_RANK')")
+    with job(place, script=SCRIPT, replicas=2, minReplicas=1, hosts=1, env=library.env) as run:
+        run.running(1)
+        until_ready(run)
+        eventually(lambda: len(said(run, "recipe_stored")) == 2, "the master has the second recipe")
+        place.call("dlrover", "node", "add", "--job", run.name)
+        run.running(2)
+        eventually(lambda: starts(run, 2, "n1") == ["warm 0"], "its first start is warm")
+        assert said(run, "zygote_unfit")
+        assert not said(run, "zygote_unfit", "n1")
+
+
 def test_what_is_imported_later_is_told_to_nodes_that_join_as_well(
     place: Place, library: Library
 ) -> None:

@@ -81,6 +81,16 @@ def test_without_a_module_goes_what_is_in_it() -> None:
     assert recipe(lines).without(["torch"]).imports == {"torchvision"}
 
 
+def test_an_unfit_module_is_not_learned_again() -> None:
+    """Each node that had the recipe from the master built one more zygote in vain."""
+    older = recipe(record(TORCH, JSON)).without(["torch"])
+    again = recipe(record(TORCH, ("import", "torch.cuda", "/site/torch/cuda.py"), JSON))
+    newer = again.without(older.unfit)
+    assert newer.imports == older.imports == {"json"}
+    assert older.extended_by(newer).imports == newer.with_imports_of(older).imports == {"json"}
+    assert recipe(record(JSON)).with_imports_of(older).unfit == {"torch"}
+
+
 def test_what_was_learnt_before_is_kept() -> None:
     newer = recipe(record(("env", "A", "1"), JSON)).with_imports_of(
         recipe(record(JSON, OWN, TORCH))

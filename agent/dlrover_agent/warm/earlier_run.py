@@ -200,7 +200,7 @@ class EarlierRun:
         """
         installed = tuple(self._installed)
         return all(
-            what == "own"
+            what in ("own", "unfit")
             or (
                 what == "import"
                 and value is not None

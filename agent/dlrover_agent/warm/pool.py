@@ -19,7 +19,7 @@ import sys
 import sysconfig
 import time
 import zipimport
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -75,7 +75,8 @@ class ImportRecipe:
     It contains what workers import from installed packages, in order, and the values that the
     script's own code puts into ``os.environ`` in between. See
     :func:`dlrover_agent.warm.script.watch` for the lines. The line ``("own", name, origin)`` is a
-    module of the user. No zygote may import it.
+    module of the user, and ``("unfit", name, origin)`` one that has made a zygote unfit. No zygote
+    may import them.
     """
 
     lines: tuple[RecipeLine, ...]
@@ -149,13 +150,19 @@ class ImportRecipe:
         """Names of the modules to import."""
         return {name for what, name, _ in self.lines if what == "import"}
 
+    @property
+    def unfit(self) -> set[str]:
+        """Names of the installed modules that no zygote may import."""
+        return {name for what, name, _ in self.lines if what == "unfit"}
+
     def with_imports_of(self, older: Self) -> Self:
-        """Return the recipe with an older recipe's imports at its end.
+        """Return the recipe with an older recipe's imports and unfit modules at its end.
 
         The workers may have imported fewer modules this time.
         """
-        known = self.imports
-        rest = [line for line in older.lines if line[0] == "import" and line[1] not in known]
+        known = self.imports | self.unfit
+        kinds = ("import", "unfit")
+        rest = [line for line in older.lines if line[0] in kinds and line[1] not in known]
         return type(self)((*self.lines, *rest))
 
     def extended_by(self, newer: Self) -> Self:
@@ -163,18 +170,19 @@ class ImportRecipe:
 
         The other one has what workers imported that were forked with this recipe's modules.
         """
-        known, imports = set(self.lines), self.imports
-        new = [x for x in newer.lines if x not in known and x[1] not in imports]
+        known, modules = set(self.lines), self.imports | self.unfit
+        new = [x for x in newer.lines if x not in known and x[1] not in modules]
         return type(self)((*self.lines, *new))
 
-    def without(self, names: Sequence[str]) -> Self:
-        """Return the recipe without these modules and their submodules."""
+    def without(self, names: Collection[str]) -> Self:
+        """Return the recipe with these modules and their submodules as unfit ones."""
         below = tuple(f"{name}." for name in names)
         return type(self)(
             tuple(
-                line
-                for line in self.lines
-                if line[0] != "import" or not (line[1] in names or line[1].startswith(below))
+                ("unfit", name, value)
+                if kind == "import" and (name in names or name.startswith(below))
+                else (kind, name, value)
+                for kind, name, value in self.lines
             )
         )
 
@@ -289,8 +297,6 @@ class WarmPool:
         """Whether the recipe is of workers that had come to rest. Otherwise, forked workers are
         observed, too."""
         self._building: asyncio.Task[None] | None = None
-        self._excluded_modules: list[str] = []
-        """Modules that no zygote must import."""
         self._rebuild = False
         """Whether the recipe has changed since the present build began."""
         self._may_put_off = True
@@ -362,7 +368,7 @@ class WarmPool:
         """
         recipe = self.recipe
         if recipe is not None and recipe.shared and self._complete:
-            self.shelf.keep(recipe.without(self._excluded_modules).lines, self._import_s)
+            self.shelf.keep(recipe.lines, self._import_s)
 
     # --- Observation of cold workers ---
 
@@ -429,6 +435,8 @@ class WarmPool:
             self._import_s = max(self._import_s, self._observer.import_s)
         self._complete = complete
         self._may_put_off = complete
+        if self.recipe is not None:
+            recipe = recipe.without(self.recipe.unfit)
         if recipe.imports and self.recipe is None:
             self.adopt(recipe)
         elif self.recipe is not None and recipe.imports - self.recipe.imports:
@@ -495,7 +503,7 @@ class WarmPool:
             self._rebuild = False
             began = time.monotonic()
             try:
-                candidate = await self._build_candidate(self.recipe.without(self._excluded_modules))
+                candidate = await self._build_candidate(self.recipe)
             except ZygoteLostError as lost:
                 if self.disabled_reason:  # the agent ends: it is no fault of the recipe
                     return
@@ -529,9 +537,10 @@ class WarmPool:
             self._kill_zygote(candidate)
             self._end_attempt()
             log.info("zygote_unfit", extra={"why": fitness.unfit, "without": list(fitness.blame)})
-            if set(fitness.blame) <= set(self._excluded_modules):
+            smaller = self.recipe.without(fitness.blame)
+            if smaller == self.recipe:
                 break  # the next one would be the same
-            self._excluded_modules += fitness.blame
+            self.recipe = smaller
         self._end_attempt()
         if self._zygote is None:
             self._disable(f"no zygote can fork workers: {fitness.unfit}")
