@@ -52,7 +52,7 @@ from typing import Any
 import torch
 import yaml
 
-from dlrover_agent.snapshot import IdleClock
+from dlrover_agent.observation.snapshot import IdleClock
 from dlrover_py.master.core.diagnosis.spikes import SpikeWatch
 from dlrover_py.master.core.diagnosis.steps import StepClock
 from dlrover_py.trainer.replica_check import digest

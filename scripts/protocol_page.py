@@ -21,12 +21,12 @@ from annotated_types import GroupedMetadata
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from dlrover_agent import snapshot
 from dlrover_agent.channels import master_client, peer_probe
 from dlrover_agent.checkpoint import saver
 from dlrover_agent.checkpoint import server as transfer_server
 from dlrover_agent.checkpoint.server import TransferTiming
 from dlrover_agent.flags import TORCH_S
+from dlrover_agent.observation import snapshot
 from dlrover_agent.reaper import AGENT_END_MS
 from dlrover_agent.reaper_client import DISMISSED_S, RESTART_PAUSE_S
 from dlrover_agent.warm import observer, pool, tcpstore, zygote
@@ -218,7 +218,7 @@ PROCESSES: tuple[Process, ...] = (
         killed=f"The agent, after {snapshot.PY_SPY_S:g} s.",
         lost="The Python stack of one worker in one snapshot.",
         noticed="The agent, by the end of the output.",
-        starters=("agent/dlrover_agent/snapshot.py",),
+        starters=("agent/dlrover_agent/observation/snapshot.py",),
     ),
     Process(
         name="torchrun's agent",

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from dlrover_agent import compiled_code, console
+from dlrover_agent import console
 from dlrover_agent.channels.master_client import MasterClient, http_client
 from dlrover_agent.channels.reserved_port import RoundPorts
 from dlrover_agent.channels.sdk_socket import SdkServer
@@ -45,13 +45,14 @@ from dlrover_agent.core import (
     WorkerEnded,
     WorkersGone,
 )
-from dlrover_agent.devices import nvml_meter
-from dlrover_agent.node_load import LoadMeter
+from dlrover_agent.observation.devices import nvml_meter
+from dlrover_agent.observation.node_load import LoadMeter
+from dlrover_agent.observation.snapshot import SnapshotTaker
 from dlrover_agent.reaper_client import ReaperSupervisor
 from dlrover_agent.restart_log import RestartLog
 from dlrover_agent.scratch_folder import ScratchFolder
 from dlrover_agent.settings import Command, Settings
-from dlrover_agent.snapshot import SnapshotTaker
+from dlrover_agent.warm import compiled_code
 from dlrover_agent.warm.recipe_exchange import RecipeExchange
 from dlrover_agent.workers import nested_launchers
 from dlrover_agent.workers.failures import WorkerDeath

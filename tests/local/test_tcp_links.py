@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrover_agent.tcp_links import BLOCKED_AT, BUSY_AT, connections
+from dlrover_agent.observation.tcp_links import BLOCKED_AT, BUSY_AT, connections
 
 
 def inode(one: socket.socket) -> int:

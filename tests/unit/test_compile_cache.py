@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from dlrover_agent.compiled_code import VARIABLE, environment, folder_key
 from dlrover_agent.settings import Command
+from dlrover_agent.warm.compiled_code import VARIABLE, environment, folder_key
 from dlrover_py.process.compile_cache import CompileCache, Limits
 from dlrover_py.process.ownership import NotOwnedError
 

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from dlrover_agent.devices import (
+from dlrover_agent.observation.devices import (
     READINGS,
     DeviceMeter,
     GpuSource,

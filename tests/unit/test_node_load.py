@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from dlrover_agent.devices import DeviceMeter, NvmlSource
-from dlrover_agent.network_counters import NetworkCounters, read
-from dlrover_agent.node_load import LEAST_CHANGE, LoadMeter
-from dlrover_agent.tcp_links import Connection, busiest
+from dlrover_agent.observation.devices import DeviceMeter, NvmlSource
+from dlrover_agent.observation.network_counters import NetworkCounters, read
+from dlrover_agent.observation.node_load import LEAST_CHANGE, LoadMeter
+from dlrover_agent.observation.tcp_links import Connection, busiest
 from dlrover_py.process import cgroups
 from dlrover_py.protocol.agents import NodeLoad
 from tests.fakes_nvml import FakeNvml, Gpu

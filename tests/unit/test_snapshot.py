@@ -12,7 +12,13 @@ from pathlib import Path
 import pytest
 
 from dlrover_agent.channels.probe_socket import ProbeServer
-from dlrover_agent.snapshot import IdleClock, SnapshotTaker, io_bytes, process_facts, read_spied
+from dlrover_agent.observation.snapshot import (
+    IdleClock,
+    SnapshotTaker,
+    io_bytes,
+    process_facts,
+    read_spied,
+)
 from dlrover_py.cli.runs import bundles, node_snapshot
 from dlrover_py.master.core.events import EvidenceKept, KeepEvidence
 from dlrover_py.master.evidence import MAX_WAITING, BundleFolder, EvidenceStore

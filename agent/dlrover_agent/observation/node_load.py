@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dlrover_agent import network_counters, tcp_links
-from dlrover_agent.devices import DeviceMeter, GpuUse
+from dlrover_agent.observation import network_counters, tcp_links
+from dlrover_agent.observation.devices import DeviceMeter, GpuUse
 from dlrover_py.process import cgroups
 from dlrover_py.process.blocking import BackgroundThread
 from dlrover_py.protocol.agents import NodeLoad
