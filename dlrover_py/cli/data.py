@@ -120,21 +120,27 @@ def _checked(directory: Path) -> "LedgerReport":
 
 
 def _lines(epoch: "EpochReport") -> list[str]:
-    """Return what is known of an epoch, in words."""
+    """Return what is known of an epoch, or of a partition, in words."""
     state = "finished" if epoch.finished else "in progress"
+    unit, name, so_far = "sample", f"epoch {epoch.epoch}", "so far"
+    if epoch.partition:
+        unit, name = "unit", f"partition {view.plain(epoch.partition)}"
+        so_far = f"up to the watermark {epoch.samples}"
     if epoch.exact:
-        word = f"all {counted(epoch.samples, 'sample')} once" if epoch.finished else "exact so far"
+        all_of = f"all {counted(epoch.samples, unit)}"
+        word = f"{all_of} once" if epoch.finished else f"exact {so_far}"
         if epoch.repeated:  # as the guarantee allows
-            all_of = f"all {counted(epoch.samples, 'sample')}" if epoch.finished else "so far"
-            word = f"{all_of}, {epoch.repeated} of them more than once"
-        return [f"epoch {epoch.epoch}: {state}: {word}"]
+            word = (
+                f"{all_of if epoch.finished else so_far}, {epoch.repeated} of them more than once"
+            )
+        return [f"{name}: {state}: {word}"]
     words = {
         "missing": (epoch.missing, "not in the ledger"),
         "repeated": (epoch.repeated, "trained more than once"),
         "unproven": (epoch.unproven, "in steps whose record is missing or has other samples"),
     }
-    lines = [f"epoch {epoch.epoch}: {state}: NOT EXACT"]
+    lines = [f"{name}: {state}: NOT EXACT"]
     for kind, (number, text) in words.items():
         if number:
-            lines.append(f"  {counted(number, 'sample')} {text}: {epoch.names(kind)}")
+            lines.append(f"  {counted(number, unit)} {text}: {epoch.names(kind)}")
     return lines
