@@ -28,7 +28,7 @@ from dlrover_py.cli import (
 )
 from dlrover_py.cli.cache import cache
 from dlrover_py.cli.checkpoints import ckpt
-from dlrover_py.cli.data import data
+from dlrover_py.cli.data import data, ledger_of, print_report
 from dlrover_py.cli.evidence import last_known
 from dlrover_py.cli.logs import LogQuery
 from dlrover_py.cli.numbers import NodeCount, Real
@@ -1586,6 +1586,50 @@ def add(count: int, name: str | None) -> None:
 def _request(name: str | None, path: str) -> None:
     """Make a request to the cluster process of a job, and print its answer."""
     click.echo(local_jobs.find_to_change(Settings.from_environment(), name).request(path))
+
+
+# --- Data ---
+
+
+@data.command()
+@click.argument(
+    "what", metavar="[DIR|JOB]", required=False, shell_complete=complete.folders_or_jobs
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+@target_options
+def verify(what: str | None, as_json: bool, target: Target) -> int:
+    """Prove that each sample of each finished epoch was trained once.
+
+    DIR is the folder of ElasticLoader(ledger=…) or of ShardLoader.keep_ledger(…), or a folder with
+    it in its folder "ledger". Of a JOB, the ledger is the folder "ledger" beside its checkpoints.
+    The training may be running. Steps that were lost with a failure and trained again count once.
+    The exit code is 1 if a sample was left out or trained twice, or if that cannot be proven.
+
+    \f
+
+    Args:
+        what: the folder, or the name of a job; None for the only job.
+        as_json: print JSON instead of text.
+        target: cluster that the flags name; then ``what`` is a job.
+
+    Raises:
+        ConfigError: there is no such folder and no such job, or no ledger, or torch is not
+            installed.
+        DLRoverError: the job's cluster refuses a call, or does not answer.
+    """
+    if what is not None and not target.given and ("/" in what or Path(what).exists()):
+        return 0 if print_report(Path(what), as_json=as_json) else 1
+    try:
+        with selected_job(target, what, quiet=as_json) as job:
+            job_view = job.load_view()
+    except ConfigError as error:
+        if what is None or target.given:
+            raise
+        raise ConfigError(f"{error}\n{what}: there is no folder of this name, either") from error
+    folder = ledger_of(job_view)
+    if not as_json:
+        click.echo(f"its ledger is {folder}", err=True)
+    return 0 if print_report(folder, as_json=as_json) else 1
 
 
 # --- Choice of a job ---

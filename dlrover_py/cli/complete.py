@@ -20,7 +20,7 @@ from dlrover_py.protocol.status import NodePhase
 
 TIMEOUT_S = 2.0
 """Seconds that the API server gets to answer. A user who presses Tab waits no longer."""
-READ_COMMANDS = ("describe", "events", "why", "logs")
+READ_COMMANDS = ("describe", "events", "why", "logs", "verify")
 """Commands that also take a job of this machine that has ended."""
 CLUSTER_ONLY = ("delete",)
 """Commands that take only jobs of a cluster."""
@@ -50,6 +50,19 @@ def jobs(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[Comple
             meta = obj["metadata"]
             found.setdefault(str(meta["name"]), f"in namespace {meta['namespace']}")
     return [CompletionItem(n, help=h) for n, h in sorted(found.items()) if n.startswith(incomplete)]
+
+
+def folders_or_jobs(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Return the names of jobs, as :func:`jobs` does; the shell adds folders if there are none.
+
+    Args:
+        ctx: context of the command line.
+        param: not used.
+        incomplete: beginning of the name.
+    """
+    return [CompletionItem(incomplete, type="dir"), *jobs(ctx, param, incomplete)]
 
 
 def nodes(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:

@@ -1,14 +1,17 @@
 """``dlrover data …``: check which samples a training has trained."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from dlrover_py.checkpoint.directory import address
 from dlrover_py.cli import view
 from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.job_view import JobView
 from dlrover_py.protocol.words import counted
 
 if TYPE_CHECKING:
@@ -20,25 +23,64 @@ def data() -> None:
     """Check the samples of a training."""
 
 
-@data.command()
-@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
-def verify(directory: Path, as_json: bool) -> int:
-    """Prove that each sample of each finished epoch was trained once.
-
-    DIR is the folder of ElasticLoader(ledger=…) or of ShardLoader.keep_ledger(…), or a folder with
-    it in its folder "ledger". The training may be running. Steps that were lost with a failure and
-    trained again count once. The exit code is 1 if a sample was left out or trained twice, or if
-    that cannot be proven.
-
-    \f
+def ledger_of(job: JobView) -> Path:
+    """Return the folder of a job's ledger, which lies beside its checkpoints.
 
     Args:
-        directory: the folder.
+        job: what is known of the job.
+
+    Raises:
+        ConfigError: it is not known, or cannot be read from here, or the directory is no address.
+    """
+    folders: dict[str, str] = {}
+    last = job.status.last_checkpoint if job.status is not None else None
+    if last is not None and last.folder:
+        folders[last.folder.rpartition("/")[0]] = "the folder of its newest stored checkpoint"
+    if given := _directory(job.document):
+        folders.setdefault(address(given), "its spec.checkpoint.dir")
+    missed = []
+    for folder, what in folders.items():
+        place = Path(folder) / "ledger"
+        if "://" in folder:
+            missed.append(f"  {folder}, {what}: a ledger is in a folder, not behind an address")
+        elif place.is_dir():
+            return place
+        else:
+            missed.append(f"  {place}, in {what}: it is not there, or not readable")
+    looked = missed or ["  it has no spec.checkpoint.dir, and its status names no checkpoint"]
+    raise ConfigError(
+        "\n".join(
+            [
+                f"job {job.name}: expected its ledger beside its checkpoints, found:",
+                *looked,
+                "give the folder of the ledger: dlrover data verify DIR; if only the job's nodes "
+                "have that folder, run the command on one of them",
+            ]
+        )
+    )
+
+
+def _directory(document: Mapping[str, object]) -> str:
+    """Return ``spec.checkpoint.dir`` of a job; empty if there is none.
+
+    Args:
+        document: everything that is known of the job.
+    """
+    found: object = document
+    for key in ("job", "spec", "checkpoint", "dir"):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found if isinstance(found, str) else ""
+
+
+def print_report(directory: Path, *, as_json: bool) -> bool:
+    """Check the ledger in a folder, print what it proves, and return whether that is all.
+
+    Args:
+        directory: the ledger, or a folder with it in its folder ``ledger``.
         as_json: print JSON instead of text.
 
     Raises:
-        ConfigError: there is no ledger, or torch is not installed.
+        ConfigError: there is no ledger, or it needs torch, which is not installed.
     """
     report = _checked(directory)
     if as_json:
@@ -54,7 +96,7 @@ def verify(directory: Path, as_json: bool) -> int:
             click.echo(view.plain(f"NOT PROVEN: {fault}"))
         for problem in report.problems:
             click.echo(view.plain(f"note: {problem}"))
-    return 0 if report.exact else 1
+    return report.exact
 
 
 def _checked(directory: Path) -> "LedgerReport":
@@ -78,21 +120,27 @@ def _checked(directory: Path) -> "LedgerReport":
 
 
 def _lines(epoch: "EpochReport") -> list[str]:
-    """Return what is known of an epoch, in words."""
+    """Return what is known of an epoch, or of a partition, in words."""
     state = "finished" if epoch.finished else "in progress"
+    unit, name, so_far = "sample", f"epoch {epoch.epoch}", "so far"
+    if epoch.partition:
+        unit, name = "unit", f"partition {view.plain(epoch.partition)}"
+        so_far = f"up to the watermark {epoch.samples}"
     if epoch.exact:
-        word = f"all {counted(epoch.samples, 'sample')} once" if epoch.finished else "exact so far"
+        all_of = f"all {counted(epoch.samples, unit)}"
+        word = f"{all_of} once" if epoch.finished else f"exact {so_far}"
         if epoch.repeated:  # as the guarantee allows
-            all_of = f"all {counted(epoch.samples, 'sample')}" if epoch.finished else "so far"
-            word = f"{all_of}, {epoch.repeated} of them more than once"
-        return [f"epoch {epoch.epoch}: {state}: {word}"]
+            word = (
+                f"{all_of if epoch.finished else so_far}, {epoch.repeated} of them more than once"
+            )
+        return [f"{name}: {state}: {word}"]
     words = {
         "missing": (epoch.missing, "not in the ledger"),
         "repeated": (epoch.repeated, "trained more than once"),
         "unproven": (epoch.unproven, "in steps whose record is missing or has other samples"),
     }
-    lines = [f"epoch {epoch.epoch}: {state}: NOT EXACT"]
+    lines = [f"{name}: {state}: NOT EXACT"]
     for kind, (number, text) in words.items():
         if number:
-            lines.append(f"  {counted(number, 'sample')} {text}: {epoch.names(kind)}")
+            lines.append(f"  {counted(number, unit)} {text}: {epoch.names(kind)}")
     return lines

@@ -5,12 +5,16 @@ and when a state is loaded. The file begins with a line that is a :class:`ShardL
 further line is a list of JSON, which begins with a word:
 
 * ``["trained", [[token, epoch, shard, start, stop], …]]``: the worker has trained a batch. It has
-  the samples from ``start`` to ``stop`` of some shards, under the tokens of its leases.
+  the samples from ``start`` to ``stop`` of some shards, under the tokens of its leases. For a
+  stream, ``shard`` is the name of a partition, in which ``start`` and ``stop`` are counted.
 * ``["confirmed", [token, …]]``: the lease queue has answered. All that was trained before counts,
   but for these tokens, of which what was not confirmed yet is refused.
 * ``["state", number]``: a state of the data was taken, which has all that was trained before. The
   workers of a history take their states together, and count them from 1.
-* ``["epoch", number]``: all earlier epochs are complete, as the lease queue says.
+* ``["epoch", number]``: all earlier epochs are complete, as the lease queue says. A stream has the
+  epoch 0, which is complete when the stream has ended and nothing is left of it.
+* ``["watermarks", {partition: number}]``: watermarks of a stream that have changed, as the lease
+  queue says.
 
 A state names its place in the ledger with a :data:`~dlrover_py.protocol.shards.Mark`, and the
 header of a later history names the state that it has begun with. So a reader can follow the history

@@ -276,6 +276,9 @@ class ShardAnswer(Wire):
     poll: bool = False
     """True if the worker should ask the source of a stream for the ends of its partitions, and
     report them in its next request. One worker at a time is told so."""
+    watermarks: dict[PartitionName, Offset] = Field(default_factory=dict, max_length=MAX_PARTITIONS)
+    """For a stream: the watermark of each partition, but for 0. Only the worker that has reported
+    ends is told so, and each one when the stream is over."""
 
 
 def read_shard_request(body: bytes) -> ShardRequest:

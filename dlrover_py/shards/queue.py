@@ -28,7 +28,7 @@ from dlrover_py.protocol.shards import (
 )
 from dlrover_py.shards.epochs import EpochShards, Place
 from dlrover_py.shards.records import QuarantinedShard, QueueRecord, ShardFailures
-from dlrover_py.shards.streams import StreamRanges
+from dlrover_py.shards.streams import StreamRanges, watermarks
 
 MAX_OPEN = 1024
 """Most shards that are leased or returned at the same time. It bounds the size of the record."""
@@ -493,6 +493,7 @@ class ShardQueue:
         poll = self._stream is not None and not record.stream.ended and now >= self._poll_at
         if poll:
             self._poll_at = now + POLL_S
+        told = self._stream is not None and (request.ends or request.ended or self.over)
         refused: list[int] = []
         if request.seq == record.applied.get(name):
             refused = record.refused.get(name, [])
@@ -506,6 +507,7 @@ class ShardQueue:
             lease_s=self.lease_s,
             quarantined=len(record.quarantined),
             poll=poll,
+            watermarks=watermarks(record.stream) if told else {},
         )
 
     def _answer(self, request: ShardRequest, code: AnswerCode, why: str) -> ShardAnswer:

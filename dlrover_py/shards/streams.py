@@ -12,7 +12,7 @@ from collections.abc import Container, Mapping
 from dlrover_py.protocol.runs import Run, add, first_missing, missing, size
 from dlrover_py.protocol.shards import MAX_PARTITIONS, Ledger
 from dlrover_py.shards.epochs import Place
-from dlrover_py.shards.records import PartitionRecord, QueueRecord
+from dlrover_py.shards.records import PartitionRecord, QueueRecord, StreamRecord
 
 RANGE_BITS = 32
 """A partition has less than ``2**RANGE_BITS`` ranges."""
@@ -25,6 +25,12 @@ def watermark(partition: PartitionRecord) -> int:
         at = found
         found = first_missing(partition.skipped, first_missing(partition.credited, at))
     return min(found, partition.end)
+
+
+def watermarks(stream: StreamRecord) -> dict[str, int]:
+    """Return the watermark of each partition, but for 0."""
+    found = {name: watermark(partition) for name, partition in stream.partitions.items()}
+    return {name: mark for name, mark in found.items() if mark}
 
 
 def quarantined(partition: PartitionRecord) -> int:

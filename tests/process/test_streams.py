@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 
 from dlrover_py.protocol.status import JobStatus
+from dlrover_py.trainer.data.verify_shards import verify
 from tests.process.harness import CALM, Job, Place, job
 from tests.process.test_dynamic_shards import worker_of
 from tests.programs import PROGRAMS
@@ -48,3 +49,7 @@ def test_a_worker_and_the_master_die_while_a_stream_grows(place: Place) -> None:
         (folder / "_END").touch()
         assert run.wait() == 0, "".join(run.output)
     assert set((place.folder / "counts").read_text().split()) == {"1"}
+    report = verify(place.folder)
+    assert (report.exact, report.problems) == (True, [])
+    proven = {each.partition: each.samples for each in report.epochs if each.finished}
+    assert proven == {path.name: path.stat().st_size for path in folder.glob("*.jsonl")}

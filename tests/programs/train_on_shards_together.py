@@ -4,7 +4,7 @@ train_on_shards_together.py FOLDER SAMPLES [EPOCHS]
 
 The samples are the numbers below ``SAMPLES``. Without ``EPOCHS`` they come as a stream:
 ``FOLDER/in``, where each line is a number. At the end the counts are written to ``FOLDER/counts``.
-With epochs, there is a ledger in ``FOLDER/ledger``.
+There is a ledger in ``FOLDER/ledger``.
 """
 
 import sys
@@ -26,9 +26,9 @@ def main() -> None:
     if len(sys.argv) > 3:
         source = MapSource(range(samples), shard_size=7)
         loader = ShardLoader("train", source, epochs=int(sys.argv[3]), seed=1)
-        loader.keep_ledger(folder / "ledger")
     else:
         loader = ShardLoader("train", LineStream(folder / "in", parse=int, range_bytes=16))
+    loader.keep_ledger(folder / "ledger")
     state = {"model": model, "steps": steps, "data": loader}
     checkpointer = Checkpointer()
     checkpointer.load(state)

@@ -339,5 +339,155 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
         loader.keep_ledger(tmp_path)
     with pytest.raises(ConfigError, match="expected a folder"):
         new_loader("s3://bucket/ledger", "s3")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="a stream"):
-        ShardLoader("stream", LineStream(tmp_path)).keep_ledger(tmp_path)
+
+
+# --- Streams ---
+
+
+def append(folder: Path, name: str, lines: int) -> None:
+    """Add lines of four bytes to a partition."""
+    with (folder / name).open("a") as file:
+        file.write("abc\n" * lines)
+
+
+def stream_loader(folder: Path, **options: Any) -> ShardLoader:
+    """Return a loader of a stream with a ledger, as in a new process."""
+    loader = ShardLoader("train", LineStream(folder / "in", range_bytes=10), **options)
+    loader.keep_ledger(folder / "ledger")
+    return loader
+
+
+def train_stream(loader: ShardLoader, batches: int = 10**6) -> dict[str, Any]:
+    """Train some batches, as far as there is something, and return the state after them."""
+    if batches:
+        for _ in loader.batches(2, stop=lambda: True):
+            loader.commit()
+            batches -= 1
+            if not batches:
+                break
+    return json.loads(json.dumps(loader.state_dict()))  # type: ignore[no-any-return]
+
+
+STREAM_PLAN = st.lists(
+    st.tuples(
+        st.integers(0, 5),
+        st.sampled_from(["save", "roll back", "process", "fresh"]),
+        st.sampled_from(["a.jsonl", "b.jsonl", "c.jsonl"]),
+        st.integers(0, 9),
+    ),
+    max_size=8,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(STREAM_PLAN)
+def test_a_stream_that_grows_and_is_rolled_back_is_exact(
+    tmp_path_factory: pytest.TempPathFactory, plan: list[tuple[int, str, str, int]]
+) -> None:
+    folder = tmp_path_factory.mktemp("stream")
+    (folder / "in").mkdir()
+    append(folder / "in", "a.jsonl", 1)
+    loader = stream_loader(folder)
+    states: list[dict[str, Any]] = []
+    train_stream(loader, 1)
+    for batches, then, name, lines in plan:
+        append(folder / "in", name, lines)
+        state = train_stream(loader, batches)
+        report = verify(folder)
+        assert report.exact, report
+        if then == "save":
+            states.append(state)
+            continue
+        if then in ("process", "fresh"):
+            del loader
+            loader = stream_loader(folder)
+        if then == "fresh" or not states:
+            loader = None  # type: ignore[assignment]
+            loader, states = stream_loader(folder), []
+        else:
+            loader.load_state_dict(states[batches % len(states)])
+    (folder / "in/_END").touch()
+    while not loader.over:
+        train_stream(loader)
+    report = verify(folder)
+    assert report.exact, report
+    assert not report.problems
+    sizes = {path.name: path.stat().st_size for path in (folder / "in").glob("*.jsonl")}
+    found = {each.partition: each.samples for each in report.epochs}
+    assert {name: found.get(name, 0) for name in sizes} == sizes
+    assert all(each.finished for each in report.epochs)
+
+
+def rolled_back_stream(folder: Path) -> tuple[Path, Path]:
+    """Train a stream of 10 lines with a rollback; return the files before and after it."""
+    (folder / "in").mkdir()
+    append(folder / "in", "a.jsonl", 10)
+    loader = stream_loader(folder)
+    state = train_stream(loader, 2)
+    train_stream(loader, 1)
+    loader.load_state_dict(state)
+    (folder / "in/_END").touch()
+    while not loader.over:
+        train_stream(loader)
+    assert verify(folder).exact
+    before, after = files(folder / "ledger")
+    return before, after
+
+
+def test_a_lost_range_of_a_stream_is_named(tmp_path: Path) -> None:
+    before, _ = rolled_back_stream(tmp_path)
+    change(before, lambda lines: lines.remove(next(x for x in lines if x[0] == "trained")))
+    (each,) = verify(tmp_path).epochs
+    assert (each.partition, each.missing, each.named) == ("a.jsonl", 8, {"missing": ["0–7"]})
+    run = CliRunner().invoke(root, ["data", "verify", str(tmp_path)], standalone_mode=False)
+    assert run.output == (
+        "partition a.jsonl: finished: NOT EXACT\n  8 units not in the ledger: 0–7\n"
+    )
+    assert run.return_value == 1
+
+
+def test_a_doubled_range_of_a_stream_is_named(tmp_path: Path) -> None:
+    _, after = rolled_back_stream(tmp_path)
+    double = ["trained", [[1, 0, "a.jsonl", 4, 12]]]
+    change(after, lambda lines: lines.insert(0, double))
+    (each,) = verify(tmp_path).epochs
+    assert (each.missing, each.repeated, each.named) == (0, 8, {"repeated": ["4–11"]})
+
+
+def test_a_stream_that_was_not_rolled_back_is_found(tmp_path: Path) -> None:
+    """The later history says that it has begun with nothing, but goes on behind a state."""
+    _, after = rolled_back_stream(tmp_path)
+    header, *lines = after.read_text().splitlines()
+    assert json.loads(header)["parent"].endswith("/1")
+    after.write_text("\n".join([json.dumps(json.loads(header) | {"parent": ""}), *lines]) + "\n")
+    (each,) = verify(tmp_path).epochs
+    assert (each.missing, each.named) == (16, {"missing": ["0–15"]})
+
+
+def test_records_behind_the_watermark_are_no_gap(tmp_path: Path) -> None:
+    """A range that another worker trains may still be without a record."""
+    before, after = rolled_back_stream(tmp_path)
+    after.unlink()
+
+    def later(lines: list[Any]) -> None:
+        lines.append(["trained", [[9, 0, "a.jsonl", 30, 40]]])
+        lines.append(["confirmed", []])
+
+    change(before, later)
+    (each,) = verify(tmp_path).epochs
+    assert (each.exact, each.finished) == (True, False)
+    run = CliRunner().invoke(root, ["data", "verify", str(tmp_path)], standalone_mode=False)
+    expected = f"partition a.jsonl: in progress: exact up to the watermark {each.samples}\n"
+    assert run.output == expected
+
+
+def test_a_state_of_a_stream_without_a_ledger_proves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    append(tmp_path / "in", "a.jsonl", 10)
+    loader = ShardLoader("train", LineStream(tmp_path / "in", range_bytes=10))
+    state = train_stream(loader, 2)
+    del loader
+    with_ledger = stream_loader(tmp_path)
+    with_ledger.load_state_dict(state)
+    train_stream(with_ledger)
+    assert "began with a state that has no ledger" in verify(tmp_path).faults[0]

@@ -130,7 +130,7 @@ class _History:
         goes_back = level is Level.EXACTLY_ONCE_EFFECT
         self.epoch, self.ledger = (ledger.epoch, ledger) if goes_back else (0, None)
         self.credits, self.own = {}, {}
-        has_credits = ledger.epoch or ledger.done or ledger.partial
+        has_credits = ledger.epoch or ledger.done or ledger.partial or ledger.parts
         self.origin = ledger.mark or (UNKNOWN if has_credits else "")
         self.states = None
 
@@ -290,14 +290,8 @@ class ShardLoader:
             folder: a folder that all nodes share. It is created, or has the record of earlier runs.
 
         Raises:
-            ConfigError: the path is an address such as ``s3://…``, the dataset is a stream, or a
-                loop has begun.
+            ConfigError: the path is an address such as ``s3://…``, or a loop has begun.
         """
-        if self._spec.range_size is not None:
-            raise ConfigError(
-                f"dataset {self.name}: expected a dataset with epochs for keep_ledger(), found a "
-                "stream: use its watermarks"
-            )
         if self._joined:
             raise ConfigError(
                 f"dataset {self.name}: expected keep_ledger() before the first loop, found it after"
@@ -503,7 +497,14 @@ class ShardLoader:
             )
             self._writer = ShardLedgerWriter(self._folder, header)
             history.states = history.states or 0
-        self._writer.reached(self._answer.epoch)
+        self._note(self._answer)
+
+    def _note(self, answer: ShardAnswer) -> None:
+        """Note in the ledger how far the queue is. Its credits have been noted before."""
+        if self._writer is not None:
+            self._writer.passed(answer.watermarks)
+            streams = self._spec.range_size is not None
+            self._writer.reached(int(answer.over) if streams else answer.epoch)
 
     @property
     def _place(self) -> LedgerHistory:
@@ -628,10 +629,9 @@ class ShardLoader:
             )
         self._answer, self._joined, self._history.credits = answer, True, {}
         held = {lease.token: lease for lease in answer.leases}
-        if self._writer is not None:
-            if request.credits:
-                self._writer.confirmed(answer.refused)
-            self._writer.reached(answer.epoch)
+        if self._writer is not None and request.credits:
+            self._writer.confirmed(answer.refused)
+        self._note(answer)
         for credit in request.credits:
             if credit.token in answer.refused:
                 self.refused += sum(stop - start for start, stop in credit.ranges)

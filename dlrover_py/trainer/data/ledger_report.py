@@ -10,11 +10,14 @@ NAMED = 10
 
 @dataclass
 class EpochReport:
-    """What is known of one epoch. A sample may be in several of the lists."""
+    """What is known of one epoch, or of one partition of a stream.
+
+    A sample may be in several of the lists.
+    """
 
     epoch: int
     samples: int
-    """Number of samples of the dataset."""
+    """Number of samples of the dataset; of a partition, the units below its watermark."""
     finished: bool
     """The training has gone on to the next epoch, or has ended with this one."""
     missing: int = 0
@@ -27,6 +30,8 @@ class EpochReport:
     """The first samples of each kind: numbers, or places in shards in words."""
     repeats_allowed: bool = False
     """Samples may be trained more than once: the guarantee was no other."""
+    partition: str = ""
+    """Name of the partition; empty for an epoch."""
 
     @property
     def exact(self) -> bool:
@@ -51,6 +56,7 @@ class LedgerReport:
     """The result of the check of a ledger."""
 
     epochs: list[EpochReport]
+    """For a stream, its partitions."""
     steps: int
     """Number of steps in the surviving history. The last step is not counted before the end of its
     epoch, because it may have failed. For leased shards: the number of batches of all workers."""

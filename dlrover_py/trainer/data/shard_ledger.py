@@ -49,14 +49,16 @@ class ShardLedgerWriter:
             ) from error
         self._epoch = -1
         """The newest epoch that was noted."""
+        self._watermarks: dict[str, int] = {}
+        """The newest watermarks that were noted."""
 
     def trained(self, batch: Iterable[tuple[ShardLease, list[Run]]]) -> None:
-        """Note a batch: what it has of each lease, from the start of the shard."""
-        parts = [
-            [lease.token, lease.epoch, lease.shard, start, stop]
-            for lease, runs in batch
-            for start, stop in runs
-        ]
+        """Note a batch: what it has of each lease, from the start of the shard, or of the range."""
+        parts: list[list[int | str]] = []
+        for lease, runs in batch:
+            shard, first = (lease.partition, lease.start) if lease.partition else (lease.shard, 0)
+            for start, stop in runs:
+                parts.append([lease.token, lease.epoch, shard, first + start, first + stop])
         self._add("trained", parts)
 
     def confirmed(self, refused: list[int]) -> None:
@@ -80,6 +82,16 @@ class ShardLedgerWriter:
         if epoch > self._epoch:
             self._epoch = epoch
             self._add("epoch", epoch)
+
+    def passed(self, watermarks: dict[str, int]) -> None:
+        """Note the watermarks that are news.
+
+        Args:
+            watermarks: those of a stream, by partition, as the queue says.
+        """
+        if news := dict(watermarks.items() - self._watermarks.items()):
+            self._watermarks |= news
+            self._add("watermarks", news)
 
     def _add(self, word: str, value: Any) -> None:
         """Append a line."""

@@ -6,7 +6,7 @@ what was trained before that state has survived. With the other levels nothing i
 all histories of a job count.
 
 The order of the shards is not looked at: the ranges that were trained must cover each epoch,
-without gaps and overlaps.
+without gaps and overlaps. Those of a stream must cover each partition up to its watermark.
 """
 
 import os
@@ -48,9 +48,10 @@ class _TrainedRange:
     """A range of a shard that a worker has trained."""
 
     token: int
-    epoch: int
-    shard: int
+    of: int | str
+    """The epoch; for a stream, the partition."""
     start: int
+    """The first unit in the dataset, or in the partition."""
     stop: int
 
 
@@ -58,13 +59,15 @@ class _TrainedRange:
 class _Trained:
     """What some part of the ledger says."""
 
-    sure: dict[int, list[Run]] = field(default_factory=lambda: defaultdict(list))
-    """Ranges of the dataset that count, by epoch, in any order."""
-    possible: dict[int, list[Run]] = field(default_factory=lambda: defaultdict(list))
+    sure: dict[int | str, list[Run]] = field(default_factory=lambda: defaultdict(list))
+    """Ranges of the dataset that count, by epoch or partition, in any order."""
+    possible: dict[int | str, list[Run]] = field(default_factory=lambda: defaultdict(list))
     """Ranges of which it is not known whether the queue has counted them: a worker has died before
     it had the answer. They are trained again if they do not count."""
     epoch: int = 0
     """All earlier epochs are complete, as the queue has said."""
+    watermarks: dict[str, int] = field(default_factory=dict)
+    """For a stream: the watermark of each partition, as the queue has said."""
     batches: int = 0
     """Number of batches."""
 
@@ -112,12 +115,12 @@ def verify(folder: Path) -> LedgerReport:
         before = _read_headers(place)
         # All records of an epoch are written before a worker hears that it is complete. So they
         # are found by a second look.
-        epoch = _read(place, _surviving(before), before).epoch
+        said = _read(place, _surviving(before), before)
         ledger = _read_headers(place)
         trained = _read(place, _surviving(ledger), ledger)
         if ledger.headers.keys() == before.headers.keys():
             break
-    return _report(ledger.newest.spec, trained, epoch, ledger)
+    return _report(ledger.newest.spec, trained, said, ledger)
 
 
 # --- Reading ---
@@ -216,16 +219,20 @@ def _read(place: Path, survivors: Survivors, ledger: _Ledger) -> _Trained:
                         refused = set(value)
                         for part in pending:
                             if part.token not in refused:
-                                _put(trained.sure, part, table)
+                                trained.sure[part.of].append((part.start, part.stop))
                         pending = []
                     case "state" if value == limit:
                         break
                     case "epoch":
                         trained.epoch = max(trained.epoch, value)
+                    case "watermarks":
+                        for partition, mark in value.items():
+                            known = trained.watermarks.get(partition, 0)
+                            trained.watermarks[partition] = max(known, mark)
         except (OSError, ValueError, TypeError) as error:
             ledger.faults.append(f"{name}: {error}: the rest of it is not known")
         for part in pending:
-            _put(trained.possible, part, table)
+            trained.possible[part.of].append((part.start, part.stop))
     return trained
 
 
@@ -245,6 +252,10 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
                         yield word, value
                     case ["state" | "epoch" as word, int(number)]:
                         yield word, number
+                    case ["watermarks", dict(found)] if all(
+                        type(mark) is int for mark in found.values()
+                    ):
+                        yield "watermarks", found
                     case _:
                         raise _DamagedError
             except ValueError as error:
@@ -272,16 +283,15 @@ def _parts(found: list[Any], spec: DatasetSpec, table: ShardTable) -> list[_Trai
                 and 0 <= shard < spec.shards
                 and 0 <= start < stop <= table.place(shard)[1]
             ):
-                parts.append(_TrainedRange(token, epoch, shard, start, stop))
+                first, _ = table.place(shard)
+                parts.append(_TrainedRange(token, epoch, first + start, first + stop))
+            case [int(token), 0, str(partition), int(start), int(stop)] if (
+                spec.range_size is not None and 0 <= start < stop
+            ):
+                parts.append(_TrainedRange(token, partition, start, stop))
             case _:
                 raise _DamagedError(f"expected a part of a shard, found {each!r:.60}")
     return parts
-
-
-def _put(found: dict[int, list[Run]], part: _TrainedRange, table: ShardTable) -> None:
-    """Add a part to the ranges of its epoch."""
-    first, _ = table.place(part.shard)
-    found[part.epoch].append((first + part.start, first + part.stop))
 
 
 # --- The surviving history ---
@@ -331,59 +341,104 @@ def _surviving(ledger: _Ledger) -> Survivors:
 # --- The proof ---
 
 
-def _report(spec: DatasetSpec, trained: _Trained, epoch: int, ledger: _Ledger) -> LedgerReport:
+def _report(spec: DatasetSpec, trained: _Trained, said: _Trained, ledger: _Ledger) -> LedgerReport:
     """Return what the surviving records cover.
 
     Args:
         spec: the dataset.
         trained: the records.
-        epoch: all earlier epochs are complete.
+        said: what was read before: how far the queue has come.
         ledger: gives problems and faults.
     """
-    faults = ledger.faults
-    recorded = sorted(trained.sure.keys() | trained.possible.keys())
+    faults, epoch = ledger.faults, said.epoch
+    recorded = trained.sure.keys() | trained.possible.keys()
+    if spec.range_size is not None:
+        partitions = [
+            _partition_report(spec, str(name), trained, said)
+            for name in sorted(said.watermarks.keys() | recorded)
+        ]
+        return LedgerReport(partitions, trained.batches, ledger.problems, faults)
     listed: list[int] = []
     if epoch > MOST_EPOCHS:
         faults.append(f"the epoch {epoch} is too large: only those with a record are listed")
     else:
         listed += range(epoch + (spec.epochs is None or epoch < spec.epochs))
     epochs = [
-        _epoch_report(
-            spec, each, (trained.sure.get(each, []), trained.possible.get(each, [])), epoch
-        )
-        for each in sorted({*listed, *recorded})
+        _epoch_report(spec, each, trained, epoch)
+        for each in sorted({*listed, *(number for number in recorded if isinstance(number, int))})
     ]
     return LedgerReport(epochs, trained.batches, ledger.problems, faults)
 
 
-def _epoch_report(
-    spec: DatasetSpec, number: int, ranges: tuple[list[Run], list[Run]], epoch: int
-) -> EpochReport:
+def _epoch_report(spec: DatasetSpec, number: int, trained: _Trained, epoch: int) -> EpochReport:
     """Return what the records of one epoch cover.
 
     Args:
         spec: the dataset.
         number: the epoch.
-        ranges: those that count, and those of which it is not known.
+        trained: the records.
         epoch: all earlier epochs are complete.
+    """
+    covered, repeated = _coverage(trained, number)
+    gaps = missing(covered, 0, spec.samples)
+    report = EpochReport(number, spec.samples, finished=number < epoch or not gaps)
+    return _with_faults(report, spec, gaps if report.finished else [], repeated)
+
+
+def _partition_report(
+    spec: DatasetSpec, name: str, trained: _Trained, said: _Trained
+) -> EpochReport:
+    """Return what the records of one partition of a stream cover.
+
+    Args:
+        spec: the stream.
+        name: name of the partition.
+        trained: the records.
+        said: what was read before: the watermarks, and whether the stream is over.
+    """
+    covered, repeated = _coverage(trained, name)
+    mark = said.watermarks.get(name, 0)
+    report = EpochReport(0, mark, finished=said.epoch > 0, partition=name)
+    return _with_faults(report, spec, missing(covered, 0, mark), repeated)
+
+
+def _coverage(trained: _Trained, of: int | str) -> tuple[list[Run], list[Run]]:
+    """Return the ranges that were trained, and those that were trained more than once.
+
+    Args:
+        trained: the records.
+        of: an epoch or a partition.
     """
     covered: list[Run] = []
     repeated: list[Run] = []
-    for start, stop in sorted(ranges[0]):
+    for start, stop in sorted(trained.sure.get(of, [])):
         last = covered[-1][1] if covered else 0
         if start < last:
             add(repeated, start, min(stop, last))
         add(covered, start, stop)
-    for start, stop in sorted(ranges[1]):
+    for start, stop in sorted(trained.possible.get(of, [])):
         add(covered, start, stop)
-    gaps = missing(covered, 0, spec.samples)
-    report = EpochReport(number, spec.samples, finished=number < epoch or not gaps)
+    return covered, repeated
+
+
+def _with_faults(
+    report: EpochReport, spec: DatasetSpec, gaps: list[Run], repeated: list[Run]
+) -> EpochReport:
+    """Return a report with what was found.
+
+    Args:
+        report: the report, which is filled.
+        spec: the dataset.
+        gaps: the ranges that were not trained.
+        repeated: the ranges that were trained more than once.
+    """
     report.repeats_allowed = spec.level is Level.AT_LEAST_ONCE
-    table = ShardTable(spec.sizes)
-    for kind, found in (("missing", gaps if report.finished else []), ("repeated", repeated)):
+    for kind, found in (("missing", gaps), ("repeated", repeated)):
         setattr(report, kind, size(found))
-        if found:
-            report.named[kind] = list(_named(found, table))
+        if found and spec.range_size is not None:
+            report.named[kind] = [_words(start, stop) for start, stop in found[:NAMED]]
+        elif found:
+            report.named[kind] = list(_named(found, ShardTable(spec.sizes)))
     return report
 
 
@@ -400,10 +455,10 @@ def _named(found: list[Run], table: ShardTable) -> Iterator[str]:
             shard = table.shard(start)
             first, each = table.place(shard)
             end = min(stop, first + each)
-            low, high = start - first, end - first
-            yield (
-                f"{low}–{high - 1} of shard {shard}"
-                if high - low > 1
-                else f"{low} of shard {shard}"
-            )
+            yield f"{_words(start - first, end - first)} of shard {shard}"
             start, left = end, left - 1
+
+
+def _words(start: int, stop: int) -> str:
+    """Return a range in words."""
+    return f"{start}–{stop - 1}" if stop - start > 1 else f"{start}"
