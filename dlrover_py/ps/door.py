@@ -10,6 +10,7 @@ not the key: so it opens doors only, and each message still needs its own proof
 (:mod:`dlrover_py.ps.wire`).
 """
 
+import contextlib
 import hashlib
 import hmac
 import logging
@@ -26,7 +27,13 @@ FRAME_BYTES = 32 << 20
 BEAT_MS, SILENCE_MS, CONNECT_MS = 1000, 5000, 3000
 """Milliseconds between two signs of life on a connection, until a silent connection is made again,
 and of an attempt to connect. A Pod that was removed sends nothing that ends its connections."""
-_REFUSED = zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+AGAIN_S = 1.0
+"""Seconds from a refusal until the next attempt to connect."""
+_GOES_ON = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.CONNECT_RETRIED
+_ENDS = (
+    zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.DISCONNECTED
+)
+"""After these, ZeroMQ retries the connection at once, or never."""
 _ASKED = "inproc://zeromq.zap.01"
 _LOG = logging.getLogger(__name__)
 _LOG.addFilter(telemetry.RepeatFilter())
@@ -50,7 +57,7 @@ def new_context(*, ipv6: bool = False) -> "zmq.Context[Any]":
 def visitor(context: "zmq.Context[Any]", key: bytes) -> Any:
     """Return a socket that gives the password, and is not connected yet.
 
-    ZeroMQ does not try again if the other end refuses the password.
+    ZeroMQ does not try again if the other end refuses the password: see :class:`Line`.
 
     Args:
         context: Its context.
@@ -63,38 +70,84 @@ def visitor(context: "zmq.Context[Any]", key: bytes) -> Any:
     return socket
 
 
-def connect(context: "zmq.Context[Any]", address: str, key: bytes) -> Any:
-    """Return a socket that connects to a server or to the coordinator.
+class Line:
+    """A connection to a server or to the coordinator, which is made again when it was refused.
+
+    Another program may listen at the address for a while: the port was free between two masters,
+    or a master of another release is there. ZeroMQ gives up then. One thread uses a line.
+    """
+
+    def __init__(
+        self, context: "zmq.Context[Any]", address: str, key: bytes, *, queue: int | None = None
+    ) -> None:
+        """Begin to connect.
+
+        Args:
+            context: Its context.
+            address: The address of the other end.
+            key: The key of the job.
+            queue: Messages that wait at most to be sent. None: ZeroMQ's limit.
+        """
+        self.socket, self._address = visitor(context, key), address
+        if queue is not None:
+            self.socket.sndhwm = queue
+        self._events = _monitor(context, self.socket, _ENDS | _GOES_ON)
+        self._over_at: float | None = None
+        """Since when it is known that ZeroMQ does not connect any more."""
+        self._said = False
+        self.socket.connect(address)
+
+    def mend(self, now: float) -> bool:
+        """Connect again :data:`AGAIN_S` after a refusal; return whether it does so.
+
+        The first refusal is logged, and the first one after a success.
+
+        Args:
+            now: The time in seconds.
+        """
+        while self._events.poll(0):
+            event = recv_monitor_message(self._events)["event"]
+            if event & _GOES_ON:
+                self._over_at = None
+            elif self._over_at is None:
+                self._over_at = now
+            self._said = self._said and event != zmq.Event.HANDSHAKE_SUCCEEDED
+        if self._over_at is None or now - self._over_at < AGAIN_S:
+            return False
+        self._over_at = None
+        if not self._said:
+            self._said = True
+            fields = {"to": self._address}
+            _LOG.warning(
+                "a connection was refused: expected a program of the same job and release at this "
+                "address; it is tried again until there is one",
+                extra={"fields": fields},
+            )
+        with contextlib.suppress(zmq.ZMQError):  # ZeroMQ may have forgotten it
+            self.socket.disconnect(self._address)
+        self.socket.connect(self._address)
+        return True
+
+    def close(self) -> None:
+        """End the connection."""
+        self.socket.close()
+        self._events.close()
+
+
+def _monitor(context: "zmq.Context[Any]", socket: Any, events: int) -> Any:
+    """Return a socket with the events of another one.
 
     Args:
         context: Its context.
-        address: The address of the other end.
-        key: The key of the job.
+        socket: The other socket.
+        events: The events.
     """
-    socket = visitor(context, key)
-    socket.connect(address)
-    return socket
-
-
-def refusals(socket: Any) -> Any:
-    """Return a socket with a message for each time that the other end refuses a connection.
-
-    Args:
-        socket: A socket of :func:`visitor`, before it connects.
-    """
-    return socket.get_monitor_socket(_REFUSED)
-
-
-def is_refused(refused: Any) -> bool:
-    """Return whether the other end has refused a connection since the last call.
-
-    Args:
-        refused: A socket of :func:`refusals`.
-    """
-    found = False
-    while refused.poll(0):
-        recv_monitor_message(refused)
-        found = True
+    address = f"inproc://events-of-{socket.fileno()}"
+    socket.monitor(address, events)
+    found = context.socket(zmq.PAIR)
+    found.linger = 0
+    found.rcvhwm = 0  # a full queue would stop all connections of the context
+    found.connect(address)
     return found
 
 

@@ -18,11 +18,11 @@ from dlrover_py.ps import specs, wire
 from dlrover_py.ps.client import PsClient
 from dlrover_py.ps.cluster_map import ClusterMap, Placement
 from dlrover_py.ps.connections import Connections
-from dlrover_py.ps.door import FRAME_BYTES, connect, guard, guarded, new_context, refusals, visitor
+from dlrover_py.ps.door import FRAME_BYTES, guard, guarded, new_context, visitor
 from dlrover_py.ps.settings import Settings, read_access, write_access
 from dlrover_py.ps.specs import TableSpec
 from dlrover_py.ps.wire import JobAccess, UnprovenError, WireError
-from tests.ps_threads import client, servers
+from tests.ps_threads import client, connect, servers
 
 KEY = JobAccess("job", "tcp://x", "token").key
 IDS = np.arange(20, dtype=np.int64)
@@ -338,13 +338,14 @@ def test_nothing_of_many_connections_of_strangers_comes_in() -> None:
         port = inbox.bind_to_random_port("tcp://127.0.0.1")
         address = f"tcp://127.0.0.1:{port}"
         lines = [visitor(theirs, OTHER_JOB) for _ in range(100)]
-        watched = [refusals(line) for line in lines]
+        refused = zmq.Event.HANDSHAKE_FAILED_AUTH
+        watched = [line.get_monitor_socket(refused) for line in lines]
         for line in lines:
             line.connect(address)
             with suppress(zmq.Again):  # a refused connection has no queue
                 for _ in range(100):
                     line.send_multipart(GOOD, zmq.NOBLOCK)
-        assert all(refused.poll(20_000) for refused in watched)
+        assert all(one.poll(20_000) for one in watched)
         with connect(theirs, address, KEY) as member:
             member.send_multipart(GOOD)
             assert inbox.poll(20_000)
