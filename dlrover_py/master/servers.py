@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from dlrover_py.ps.coordinator import Coordinator
     from dlrover_py.ps.map_store import MapStore
     from dlrover_py.ps.messages import Load
+    from dlrover_py.ps.planner import PlanRules
 
 log = logging.getLogger("master.servers")
 
@@ -186,7 +187,7 @@ class ServerMap:
                             coordinator.loads,
                             coordinator.bucket_loads.rates or (),
                             coordinator.rebalanced,
-                            standbys=coordinator.planner.rules.standbys,
+                            coordinator.planner.rules,
                         )
                         if new != said:
                             said = new
@@ -203,7 +204,7 @@ def tables_status(
     loads: Mapping[str, "Load"],
     rates: Sequence[float] = (),
     rebalanced: tuple[str, str] | None = None,
-    standbys: int = 0,
+    rules: "PlanRules | None" = None,
 ) -> TablesStatus:
     """Return what people see of the tables and their servers.
 
@@ -213,7 +214,7 @@ def tables_status(
             without rows.
         rates: Rows per second of each bucket; empty if they are not known yet.
         rebalanced: The last request to even the servers that was answered, and the answer.
-        standbys: Desired number of servers without rows.
+        rules: The desired numbers of servers. None: they are not known.
     """
     placed = [one for one in known.placements if not one.lost]
     listed = len(known.placements) <= MAX_LISTED_BUCKETS
@@ -260,7 +261,8 @@ def tables_status(
         tables=[table.name for table in known.tables],
         buckets=len(known.placements),
         lost_buckets=len(known.placements) - len(placed),
-        standbys=standbys,
+        desired=rules.servers if rules is not None else 0,
+        standbys=rules.standbys if rules is not None else 0,
         single_buckets=sum(not one.backups for one in placed),
         step=known.steps.done,
         servers=servers,

@@ -668,6 +668,8 @@ class TablesStatus(_StatusModel):
     """Number of parts whose last copy has died: their rows are gone."""
     single_buckets: int = 0
     """Number of parts that one server has alone: its loss would lose their rows."""
+    desired: int = 0
+    """Desired number of servers, without standbys; 0 in the status of an earlier release."""
     standbys: int = 0
     """Desired number of servers without rows."""
     step: int = 0
