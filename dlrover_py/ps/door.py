@@ -14,6 +14,8 @@ import contextlib
 import hashlib
 import hmac
 import logging
+import socket as sockets
+import struct
 import threading
 from typing import Any
 
@@ -27,6 +29,13 @@ FRAME_BYTES = 32 << 20
 BEAT_MS, SILENCE_MS, CONNECT_MS = 1000, 5000, 3000
 """Milliseconds between two signs of life on a connection, until a silent connection is made again,
 and of an attempt to connect. A Pod that was removed sends nothing that ends its connections."""
+MAX_STRANGERS = 64
+"""Connections to a port that may be without the password at a time, each for ``SILENCE_MS``."""
+_COMES, _CLOSED = zmq.Event.ACCEPTED, zmq.Event.MONITOR_STOPPED
+_GREETING_BYTES = 76
+"""Most bytes that ZeroMQ sends without the password: its greeting, and perhaps an error."""
+_TCP_INFO = struct.Struct("200xQ")
+"""The bytes sent, in ``struct tcp_info`` of Linux."""
 AGAIN_S = 1.0
 """Seconds from a refusal until the next attempt to connect."""
 _GOES_ON = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.CONNECT_RETRIED
@@ -161,6 +170,9 @@ def guarded(context: "zmq.Context[Any]") -> Any:
     socket.linger = 0
     socket.plain_server = True
     socket.maxmsgsize = FRAME_BYTES  # whoever reaches it could fill the memory
+    # Only the thread closes the socket with the events, so the context must not know it.
+    events = _monitor(zmq.Context.shadow(context), socket, _COMES | _CLOSED)
+    threading.Thread(target=_bound, args=(events,), name="ps-strangers", daemon=True).start()
     return socket
 
 
@@ -176,6 +188,54 @@ def guard(context: "zmq.Context[Any]", key: bytes) -> None:
     asked.bind(_ASKED)
     password = _password(key)
     threading.Thread(target=_answer, args=(asked, password), name="ps-door", daemon=True).start()
+
+
+def _bound(events: Any) -> None:
+    """End the oldest connections without a password while there are too many of them.
+
+    Args:
+        events: The connections that a socket takes, until it is closed.
+    """
+    young: dict[int, None] = {}  # descriptors, the oldest one first
+    with contextlib.suppress(zmq.ContextTerminated):
+        while (event := recv_monitor_message(events))["event"] == _COMES:
+            port = int(event["endpoint"].rpartition(b":")[2])
+            young.pop(event["value"], None)
+            young[event["value"]] = None
+            if len(young) > MAX_STRANGERS:
+                young = {one: None for one in young if _is_stranger(one, port)}
+            while len(young) > MAX_STRANGERS:
+                oldest = next(iter(young))
+                del young[oldest]
+                _is_stranger(oldest, port, end=True)
+    events.close()
+
+
+def _is_stranger(descriptor: int, port: int, *, end: bool = False) -> bool:
+    """Return whether a descriptor is that of a connection that has not given the password.
+
+    ZeroMQ does not say which one has. But it greets everybody, and sends more to members only.
+
+    Args:
+        descriptor: The descriptor. ZeroMQ may have closed it, and it may be another file now.
+        port: The port at which the connection came.
+        end: Whether the connection is ended then.
+    """
+    with (
+        contextlib.suppress(OSError),
+        sockets.fromfd(descriptor, sockets.AF_INET, sockets.SOCK_STREAM) as line,
+    ):
+        known = line.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _TCP_INFO.size)
+        if (
+            len(known) == _TCP_INFO.size
+            and _TCP_INFO.unpack(known)[0] <= _GREETING_BYTES
+            and line.getsockname()[1] == port
+            and not line.getsockopt(sockets.SOL_SOCKET, sockets.SO_ACCEPTCONN)
+        ):
+            if end:
+                line.shutdown(sockets.SHUT_RDWR)
+            return True
+    return False
 
 
 def _answer(asked: Any, password: bytes) -> None:
