@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dlrover_py.master.core.events import ServersPresent
 from dlrover_py.master.pauses import pause_s
@@ -247,13 +247,15 @@ def tables_status(
             receiving=receiving,
         )
         if (load := loads.get(name)) is not None:
-            said: dict[str, float] = {
+            said: dict[str, Any] = {
                 "rows": load.rows,
                 "memory_bytes": load.nbytes,
                 "waiting": load.waiting,
             }
             said["pulled_per_s"] = round(load.pulled_per_s, 1)
             said["pushed_per_s"] = round(load.pushed_per_s, 1)
+            if any(load.stale_per_s):
+                said["stale_pushes_per_s"] = [round(rate, 1) for rate in load.stale_per_s]
             made = made.model_copy(update=said)
         servers.append(made)
     return TablesStatus(
