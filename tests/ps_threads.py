@@ -5,10 +5,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import zmq
 
 from dlrover_py.ps.client import PsClient
 from dlrover_py.ps.coordinator import Coordinator
 from dlrover_py.ps.cuts import CutDirectory, SavedCut
+from dlrover_py.ps.door import visitor
 from dlrover_py.ps.map_store import MapFile
 from dlrover_py.ps.planner import PlanRules
 from dlrover_py.ps.server import ParameterServer
@@ -83,6 +87,13 @@ def servers(
                 server.stop()
                 thread.join()
                 server.close()
+
+
+def connect(context: "zmq.Context[Any]", address: str, key: bytes) -> Any:
+    """Return a socket that connects to a server or to the coordinator with the password."""
+    made = visitor(context, key)
+    made.connect(address)
+    return made
 
 
 @contextmanager

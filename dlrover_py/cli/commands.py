@@ -767,6 +767,8 @@ def stats(name: str | None, as_json: bool, target: Target) -> None:
         click.echo(tables.model_dump_json())
         return
     _print_tables(job_view.name, tables, view.loads_table(tables))
+    if line := view.staleness_line(tables):
+        click.echo(line)
 
 
 @ps.command("map")

@@ -191,9 +191,16 @@ def foreseen(status: JobStatus) -> Foreseen:
         )
     known = _known(tables, leaving_servers(status))
     copies = max(len(one.members) for one in known.placements)
-    having = {name for one in known.placements for name in one.members}
+    if tables.standbys and not tables.desired:
+        raise ConfigError(
+            "expected the desired number of servers in the status of the job, found none: its "
+            "master is of an earlier release; leave --dry-run out"
+        )
     rules = PlanRules(
-        buckets=tables.buckets, servers=len(having), replicas=copies, standbys=tables.standbys
+        buckets=tables.buckets,
+        servers=max(1, tables.desired),  # it counts only if there are standbys
+        replicas=copies,
+        standbys=tables.standbys,
     )
     found = outlook(known, rules, weights, LEAST_ASKED_GAIN)
     moves = []

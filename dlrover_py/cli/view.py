@@ -363,6 +363,14 @@ def loads_table(tables: TablesStatus) -> Table:
     return table
 
 
+def staleness_line(tables: TablesStatus) -> str:
+    """Return how stale the pushes to a parameter server are; empty if no push is counted."""
+    rates = tables.stale_pushes_per_s
+    whole = sum(rates.values())
+    shares = [f"{name}: {100 * rate / whole:.1f} %" for name, rate in rates.items() if rate]
+    return f"staleness  {', '.join(shares)}" if shares else ""
+
+
 def description(job_view: JobView, width: int | None = None) -> list[RenderableType]:
     """Return all that is known of a job, with problems first, as parts for rich to print.
 

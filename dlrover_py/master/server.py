@@ -587,6 +587,11 @@ def _table_metrics(tables: TablesStatus) -> Iterator[Metric]:
     yield _gauge("dlrover_ps_pushed_rows_per_second", help_text, pushed)
     help_text = "Pushes that other copies do not have yet."
     yield _gauge("dlrover_ps_waiting_pushes", help_text, sum(one.waiting for one in servers))
+    help_text = "Pushes per second by the pushes of other workers since the worker pulled."
+    stale = GaugeMetricFamily("dlrover_ps_stale_pushes_per_second", help_text, labels=["staleness"])
+    for pushes, rate in tables.stale_pushes_per_s.items():
+        stale.add_metric([pushes], rate)
+    yield stale
 
 
 def _gauge(name: str, help_text: str, value: float) -> Metric:

@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dlrover_py.master.core.events import ServersPresent
 from dlrover_py.master.pauses import pause_s
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from dlrover_py.ps.coordinator import Coordinator
     from dlrover_py.ps.map_store import MapStore
     from dlrover_py.ps.messages import Load
+    from dlrover_py.ps.planner import PlanRules
 
 log = logging.getLogger("master.servers")
 
@@ -186,7 +187,7 @@ class ServerMap:
                             coordinator.loads,
                             coordinator.bucket_loads.rates or (),
                             coordinator.rebalanced,
-                            standbys=coordinator.planner.rules.standbys,
+                            coordinator.planner.rules,
                         )
                         if new != said:
                             said = new
@@ -203,7 +204,7 @@ def tables_status(
     loads: Mapping[str, "Load"],
     rates: Sequence[float] = (),
     rebalanced: tuple[str, str] | None = None,
-    standbys: int = 0,
+    rules: "PlanRules | None" = None,
 ) -> TablesStatus:
     """Return what people see of the tables and their servers.
 
@@ -213,7 +214,7 @@ def tables_status(
             without rows.
         rates: Rows per second of each bucket; empty if they are not known yet.
         rebalanced: The last request to even the servers that was answered, and the answer.
-        standbys: Desired number of servers without rows.
+        rules: The desired numbers of servers. None: they are not known.
     """
     placed = [one for one in known.placements if not one.lost]
     listed = len(known.placements) <= MAX_LISTED_BUCKETS
@@ -246,13 +247,15 @@ def tables_status(
             receiving=receiving,
         )
         if (load := loads.get(name)) is not None:
-            said: dict[str, float] = {
+            said: dict[str, Any] = {
                 "rows": load.rows,
                 "memory_bytes": load.nbytes,
                 "waiting": load.waiting,
             }
             said["pulled_per_s"] = round(load.pulled_per_s, 1)
             said["pushed_per_s"] = round(load.pushed_per_s, 1)
+            if any(load.stale_per_s):
+                said["stale_pushes_per_s"] = [round(rate, 1) for rate in load.stale_per_s]
             made = made.model_copy(update=said)
         servers.append(made)
     return TablesStatus(
@@ -260,7 +263,8 @@ def tables_status(
         tables=[table.name for table in known.tables],
         buckets=len(known.placements),
         lost_buckets=len(known.placements) - len(placed),
-        standbys=standbys,
+        desired=rules.servers if rules is not None else 0,
+        standbys=rules.standbys if rules is not None else 0,
         single_buckets=sum(not one.backups for one in placed),
         step=known.steps.done,
         servers=servers,

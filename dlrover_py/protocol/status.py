@@ -612,6 +612,10 @@ class ServerStatus(_StatusModel):
     """Why it leaves, or waits, in words; empty if it does neither."""
 
 
+STALENESS = ("0", "1", "2-3", "4-7", "8-15", "16-31", "32-63", "64+")
+"""Names of the classes of staleness: pushes of others since a worker has pulled."""
+
+
 class ServerLoad(_StatusModel):
     """What a server of a parameter server has, and what it did in the last seconds."""
 
@@ -633,6 +637,9 @@ class ServerLoad(_StatusModel):
     """Rows per second with gradients that workers have sent to it."""
     waiting: int = 0
     """Pushes that other copies do not have yet."""
+    stale_pushes_per_s: list[float] = Field(default_factory=list)
+    """Pushes per second by the number of pushes of others since the worker pulled: 0, 1, 2 to 3,
+    4 to 7 and so on, from 64. Empty with synchronous steps, and without pushes."""
     asked_per_s: float = 0.0
     """Rows per second of pulls and pushes of the buckets that it leads, in the last half minute.
     Servers are evened by it."""
@@ -670,6 +677,8 @@ class TablesStatus(_StatusModel):
     """Number of parts whose last copy has died: their rows are gone."""
     single_buckets: int = 0
     """Number of parts that one server has alone: its loss would lose their rows."""
+    desired: int = 0
+    """Desired number of servers, without standbys; 0 in the status of an earlier release."""
     standbys: int = 0
     """Desired number of servers without rows."""
     step: int = 0
@@ -687,6 +696,13 @@ class TablesStatus(_StatusModel):
     """Epoch of the map in which all tables have gone back to a cut; 0 if they never have."""
     rebalanced: RebalanceAnswer | None = None
     """The answer to the newest ``spec.rebalanceServers``; absent until there is one."""
+
+    @property
+    def stale_pushes_per_s(self) -> dict[str, float]:
+        """Pushes per second on all servers by :data:`STALENESS`; empty if there are none."""
+        rates = [one.stale_pushes_per_s for one in self.servers if one.stale_pushes_per_s]
+        sums = [sum(column) for column in zip(*rates, strict=False)]
+        return dict(zip(STALENESS, sums, strict=False))
 
     @property
     def unlisted_buckets(self) -> int:

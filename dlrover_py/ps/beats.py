@@ -7,7 +7,7 @@ from typing import Any
 
 import zmq
 
-from dlrover_py.ps.door import visitor
+from dlrover_py.ps.door import Line
 from dlrover_py.ps.messages import Beat
 from dlrover_py.ps.wire import JobAccess, send
 
@@ -53,11 +53,12 @@ class Beats:
         self._turned_at = time.monotonic()
 
     def _run(self) -> None:
-        socket = visitor(self._context, self._access.key)
-        socket.sndhwm = 1  # what is said late is wrong
-        socket.connect(self._access.address)
+        access = self._access
+        # What is said late is wrong, so hardly anything waits.
+        line = Line(self._context, access.address, access.key, queue=1)
         while not self._over.wait(BEAT_S):
+            line.mend(time.monotonic())
             if time.monotonic() - self._turned_at < self._stuck_s:
                 with contextlib.suppress(zmq.Again):
-                    send(socket, self._message, [], self._access.key)
-        socket.close()
+                    send(line.socket, self._message, [], access.key)
+        line.close()

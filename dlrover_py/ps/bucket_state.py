@@ -106,3 +106,17 @@ class BucketState:
     def mark(self) -> Mark:
         """The state's name in messages."""
         return self.bucket, self.term, self.last_term, self.version
+
+    def note(self, client: str, one: StepPush, *, waits: bool) -> None:
+        """Note that the bucket has a push.
+
+        Args:
+            client: The worker.
+            one: The push.
+            waits: Whether it waits for the end of its step. Otherwise it is in the rows.
+        """
+        if waits:
+            self.stepping[client] = one
+        else:
+            self.clients[client] = one.number
+            self.stepping.pop(client, None)

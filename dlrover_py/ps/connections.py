@@ -5,15 +5,18 @@ All calls but :meth:`Connections.wake` are made by one thread.
 
 import contextlib
 import socket
+import time
 from collections.abc import Collection, Iterator
 from typing import Any
 
 import zmq
 
-from dlrover_py.ps.door import is_refused, new_context, refusals, visitor
+from dlrover_py.ps.door import Line, new_context
 from dlrover_py.ps.store import Payload
 from dlrover_py.ps.wire import UnprovenError, decode, send
 
+MEND_S = 0.05
+"""Seconds between two looks for connections that were refused."""
 AT_ONCE = 32
 """Messages that are read from one socket before the next one has its turn."""
 
@@ -35,9 +38,10 @@ class Connections:
         for end in (self._woken, self._wakes):
             end.setblocking(False)
         self._poller.register(self._woken, zmq.POLLIN)
-        self._sockets: dict[str, Any] = {}
-        self._refused: Any = None
-        """Where it is said that the coordinator refuses a connection."""
+        self._lines: dict[str, Line] = {}
+        self._mended_at = 0.0
+        self._known = False
+        """Whether the coordinator has proved that it is that of the job."""
 
     def poll(self, seconds: float) -> None:
         """Wait until there is something to read, or :meth:`wake` is called, or for some seconds."""
@@ -62,51 +66,52 @@ class Connections:
         Raises:
             ConfigError: The arrays are larger than a message may be.
         """
-        if name not in self._sockets:
-            made = visitor(self._context, self._key)
-            if not name:
-                self._refused = refusals(made)
-            made.connect(address)
-            self._poller.register(made, zmq.POLLIN)
-            self._sockets[name] = made
+        if name not in self._lines:
+            self._lines[name] = Line(self._context, address, self._key)
+            self._poller.register(self._lines[name].socket, zmq.POLLIN)
         # A full queue is one more lost message: what has no answer is sent again.
         with contextlib.suppress(zmq.Again):
-            send(self._sockets[name], message, payload, self._key)
+            send(self._lines[name].socket, message, payload, self._key)
 
     def received(self) -> Iterator[tuple[Any, Payload]]:
         """Yield the messages that have come. Connections may be ended meanwhile.
 
         Any program may listen at the address of a server that has died, until the coordinator says
-        that the server is lost. What such a program sends is left out.
+        that the server is lost, and at that of a coordinator until the next one is there. What such
+        a program sends is left out.
 
         Raises:
             WireError: A message of a server, or of the coordinator, cannot be read.
-            UnprovenError: The coordinator is that of another job or version.
+            UnprovenError: The first coordinator is that of another job or version.
         """
-        if self._refused is not None and is_refused(self._refused):
-            raise UnprovenError(
-                "the coordinator is of another job, or of another release of DLRover-Py: use the "
-                "same release for servers and workers"
-            )
-        for name in list(self._sockets):
+        if (now := time.monotonic()) - self._mended_at >= MEND_S:
+            self._mended_at = now
+            refused = [name for name, line in self._lines.items() if line.mend(now)]
+            if "" in refused and not self._known:
+                raise UnprovenError(
+                    "the coordinator is of another job, or of another release of DLRover-Py: use "
+                    "the same release for servers and workers"
+                )
+        for name in list(self._lines):
             for _ in range(AT_ONCE):
                 try:
-                    frames = self._sockets[name].recv_multipart(zmq.NOBLOCK, copy=False)
+                    frames = self._lines[name].socket.recv_multipart(zmq.NOBLOCK, copy=False)
                 except (KeyError, zmq.Again):  # KeyError: it was ended
                     break
                 try:
                     found = decode([frame.buffer for frame in frames], self._key)
                 except UnprovenError:
-                    if not name:
+                    if not name and not self._known:
                         raise
                 else:
+                    self._known = self._known or not name
                     yield found
 
     def keep(self, names: Collection[str]) -> None:
         """End the connections to all others."""
-        for gone in self._sockets.keys() - set(names):
-            ended = self._sockets.pop(gone)
-            self._poller.unregister(ended)
+        for gone in self._lines.keys() - set(names):
+            ended = self._lines.pop(gone)
+            self._poller.unregister(ended.socket)
             ended.close()
 
     def close(self, linger_ms: int) -> None:

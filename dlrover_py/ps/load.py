@@ -55,6 +55,7 @@ class RowMeter:
             bucket_rows=tuple(
                 (bucket, int(asked[bucket])) for bucket in np.flatnonzero(asked).tolist()
             ),
+            stale_per_s=replica.staleness.per_s(past_s),
         )
         self._since = now
         self._pulled, self._pushed = store.pulled.copy(), store.pushed.copy()

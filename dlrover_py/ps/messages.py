@@ -409,6 +409,8 @@ class Load:
     """Pushes that other copies do not have yet."""
     bucket_rows: tuple[tuple[int, int], ...] = ()
     """Rows of pulls and pushes since its last message, for each bucket that had any."""
+    stale_per_s: tuple[float, ...] = ()
+    """Pushes per second by staleness: 0, 1, 2 to 3, 4 to 7 and so on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ from dlrover_py.ps.messages import (
     Replicate,
 )
 from dlrover_py.ps.specs import ConsistencyKind
+from dlrover_py.ps.staleness import Staleness
 
 Route = bytes
 """The connection of a worker."""
@@ -108,6 +109,7 @@ class Replica:
         self.duplicates = 0
         """Pushes of a bucket that came again and were not applied again."""
         self.map: ClusterMap | None = None
+        self.staleness = Staleness()
         self._data = data
         self._compare_s = compare_s
         self._buckets: list[_Bucket] = []
@@ -293,6 +295,8 @@ class Replica:
             else:
                 self.duplicates += 1
                 state.waiting.append((state.version, route, push.seq))
+        if push.step == (0, 0):  # no push of a synchronous step is stale
+            self.staleness.pushed(route, fresh, self._buckets)
         for buckets in (fresh, stepping):
             if buckets:
                 self._apply(route, push, one, buckets, now, wait=buckets is stepping)
@@ -341,11 +345,7 @@ class Replica:
         records = one.payload if wait else self._data.apply(one.payload, buckets)
         for bucket in buckets:
             state = self._buckets[bucket]
-            if wait:
-                state.stepping[push.client] = one
-            else:
-                state.clients[push.client] = one.number
-                state.stepping.pop(push.client, None)
+            state.note(push.client, one, waits=wait)
             state.waiting.append((state.version + 1, route, push.seq))
         step = push.step if wait else (0, 0)
         message = Replicate(self.server, push.client, push.incarnation, push.seq, (), step)
@@ -386,6 +386,7 @@ class Replica:
             return
         led = tuple(bucket for bucket in pull.buckets if self._leads(bucket))
         if led:
+            self.staleness.pulled(route, led, self._buckets)
             self._send(route, Pulled(pull.seq, led), self._data.read(payload, led, pull.formats))
         moved = [bucket for bucket in pull.buckets if bucket not in set(led)]
         self._refuse(route, pull.seq, moved, RefusalReason.MOVED)
@@ -524,11 +525,8 @@ class Replica:
             if (state.last_term, state.version) == (change.from_term, change.from_version):
                 taken.append(change.bucket)
                 state.last_term, state.version = change.term, change.version
-                if waits:
-                    state.stepping[message.client] = one
-                elif message.client:
-                    state.clients[message.client] = one.number
-                    state.stepping.pop(message.client, None)
+                if message.client:
+                    state.note(message.client, one, waits=bool(waits))
                 else:
                     _settle(state, message.step)
             elif self._incoming.on_change(change, payload, waits=bool(waits)):

@@ -25,7 +25,7 @@ from dlrover_py.ps import messages as m
 from dlrover_py.ps.beats import Beats
 from dlrover_py.ps.bucket_copies import PART_BYTES
 from dlrover_py.ps.codecs import decoded
-from dlrover_py.ps.door import connect, guard, guarded, new_context
+from dlrover_py.ps.door import Line, guard, guarded, new_context
 from dlrover_py.ps.load import RowMeter
 from dlrover_py.ps.replication import Replica
 from dlrover_py.ps.settings import read_access
@@ -133,8 +133,9 @@ class ParameterServer:
         self._inbox = guarded(self._context)
         port = self._inbox.bind_to_random_port(f"tcp://{host}")
         self._address = f"tcp://{host}:{port}"
-        self._coordinator = connect(self._context, access.address, self._key)
-        self._peers: dict[str, Any] = {}
+        self._up = Line(self._context, access.address, self._key)
+        self._coordinator = self._up.socket
+        self._peers: dict[str, Line] = {}
         self._queued: deque[Request] = deque()
         """What has come from workers and servers, in order."""
         self._poller = zmq.Poller()
@@ -218,6 +219,8 @@ class ParameterServer:
             now = time.monotonic()
             if now >= tick_at:
                 tick_at = now + TICK_S
+                for line in (self._up, *self._peers.values()):
+                    line.mend(now)
                 if self._replica is not None:
                     self._replica.tick(now)
                     self._send_all()
@@ -394,9 +397,9 @@ class ParameterServer:
             known = self._replica.map
             address = known.servers.get(one.to) if known is not None else None
             if one.to not in self._peers and address is not None:
-                self._peers[one.to] = connect(self._context, address, self._key)
+                self._peers[one.to] = Line(self._context, address, self._key)
             if one.to in self._peers:
-                self._send(self._peers[one.to], one.message, one.payload)
+                self._send(self._peers[one.to].socket, one.message, one.payload)
 
     def _send(self, socket: Any, message: Any, payload: Payload, route: bytes = b"") -> None:
         """Send a message; if it cannot be sent, log a warning and go on.

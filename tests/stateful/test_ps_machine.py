@@ -481,7 +481,7 @@ MUTANTS = {
         "state.clients, state.stepping = {}, stepping"),
     "a change does not bring the number of its push": (
         replication,
-        "                    state.clients[message.client] = one.number\n", ""),
+        "                if message.client:\n", "                if waits:\n"),
     "a server that is no member any more goes on": (
         replication,
         "                state.followers, state.since = {}, 0\n"

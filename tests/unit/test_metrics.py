@@ -121,6 +121,11 @@ def test_the_loads_of_servers_are_summed_up() -> None:
     )}  # fmt: skip
     assert list(told.values()) == [2, 1, 4, 24_690, 3 << 20, 1400.8, 1301.2, 18]
     assert values(status(JobPhase.RUNNING), "dlrover_ps_servers") == {}
+    name = "dlrover_ps_stale_pushes_per_second"
+    assert values(shown, name) == {}
+    stale = [one.model_copy(update={"stale_pushes_per_s": [2.0, 1.5]}) for one in (LOAD, other)]
+    more = tables.model_copy(update={"servers": [*stale, LOAD]})
+    assert values(shown.model_copy(update={"tables": more}), name) == {"0": 4.0, "1": 3.0}
 
 
 def test_the_use_of_gpus_is_that_of_all_live_nodes() -> None:

@@ -16,14 +16,14 @@ import zmq
 from dlrover_py.ps import messages as m
 from dlrover_py.ps.balance import MIN_RATE, PAUSE_S, WINDOW_S, WINDOWS, BucketLoads
 from dlrover_py.ps.cluster_map import AckMode, ClusterMap, Placement
-from dlrover_py.ps.door import connect, guard, guarded
+from dlrover_py.ps.door import guard, guarded
 from dlrover_py.ps.hashing import bucket_of, salt_of
 from dlrover_py.ps.planner import Planner, PlanRules, foresee
 from dlrover_py.ps.server import ParameterServer
 from dlrover_py.ps.specs import TableSpec
 from dlrover_py.ps.spread import led_loads, unevenness, unevenness_of
 from dlrover_py.ps.wire import JobAccess, decode, send
-from tests.ps_threads import TOKEN
+from tests.ps_threads import TOKEN, connect
 
 IDS = 1_000_000
 ROWS = 200_000

@@ -18,12 +18,12 @@ from dlrover_py.ps import messages as m
 from dlrover_py.ps import specs
 from dlrover_py.ps.cluster_map import ClusterMap, CutPlace
 from dlrover_py.ps.coordinator import CHECK_S, DOUBT_S, Coordinator
-from dlrover_py.ps.door import connect
 from dlrover_py.ps.map_store import MapFile
 from dlrover_py.ps.planner import Planner, PlanRules
 from dlrover_py.ps.server import ParameterServer
 from dlrover_py.ps.specs import Consistency, ConsistencyKind
 from dlrover_py.ps.wire import decode, send
+from tests.ps_threads import connect
 
 RULES = PlanRules(buckets=4, servers=2, silence_s=60)
 

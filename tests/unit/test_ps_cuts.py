@@ -34,7 +34,6 @@ from dlrover_py.ps.client import PsClient
 from dlrover_py.ps.cluster_map import ClusterMap, CutPlace, Placement
 from dlrover_py.ps.coordinator import Coordinator
 from dlrover_py.ps.cuts import DOCUMENT, CutDirectory, CutFile, SavedCut
-from dlrover_py.ps.door import connect
 from dlrover_py.ps.export import export
 from dlrover_py.ps.hashing import bucket_of, salt_of
 from dlrover_py.ps.map_store import MapFile
@@ -54,7 +53,7 @@ from dlrover_py.ps.specs import Consistency, TableSpec
 from dlrover_py.ps.store import Store
 from dlrover_py.ps.transfer import CutReader, CutWriter, parts_of
 from dlrover_py.ps.wire import decode, encode, send
-from tests.ps_threads import client, servers
+from tests.ps_threads import client, connect, servers
 
 ADAM = TableSpec("user", 4, specs.adam(0.1))
 SUM = TableSpec("count", 2, specs.sgd(1.0, momentum=0.5), specs.uniform(0.0, 0.0))

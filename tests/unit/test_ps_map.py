@@ -162,9 +162,23 @@ def test_copies_would_go_to_a_server_without_any() -> None:
 
 def test_a_standby_counts_for_no_mean_and_would_get_nothing() -> None:
     servers = [*TABLES.servers, ServerLoad(id="ps2", leads=0, backs_up=0)]
-    tables = TABLES.model_copy(update={"servers": servers, "standbys": 1})
+    tables = TABLES.model_copy(update={"servers": servers, "desired": 2, "standbys": 1})
     assert load_shares(tables) == {"ps0": 1.6, "ps1": 0.4, "ps2": 0.0}
     assert not [one for one in server_map.foreseen(status(tables)).moves if "ps2" in one.words]
+
+
+def test_a_server_that_is_desired_and_has_nothing_yet_would_get_buckets() -> None:
+    """The number of servers that had buckets was taken for the desired one."""
+    servers = [
+        *TABLES.servers,
+        *(ServerLoad(id=one, leads=0, backs_up=0) for one in ("ps2", "ps3")),
+    ]
+    tables = TABLES.model_copy(update={"servers": servers, "desired": 3, "standbys": 1})
+    moves = server_map.foreseen(status(tables)).moves
+    assert "ps2" in {one.to for one in moves}
+    assert not [one for one in moves if "ps3" in one.words]
+    with pytest.raises(ConfigError, match="of an earlier release"):
+        server_map.foreseen(status(tables.model_copy(update={"desired": 0})))
 
 
 def test_a_server_has_left_when_it_has_ended() -> None:

@@ -626,3 +626,17 @@ def test_a_late_push_of_a_step_that_is_over_counts_once() -> None:
     for _ in range(2):
         assert push_of(a, 1, (1, 1), [5]) == ["Pushed"]
     assert a.value(5) == 1
+
+
+def test_staleness_counts_the_pushes_of_others_once() -> None:
+    server = Server("a")
+    server.see(cluster(1, "a"))
+    ids = np.array([1], np.int64)
+    pull = m.Pull(1, 1, (0,))
+    for route in (b"x", ROUTE):
+        server.replica.on_pull(route, pull, [("t", [ids])])
+    for seq in (1, 1, 2, 2):  # each one comes again
+        server.push(seq, [1])
+    late = m.Push("x", 1, 1, 2, (0,))
+    server.replica.on_push(b"x", late, [("t", [ids, np.ones((1, 1), np.float32)])], 0.0)
+    assert server.replica.staleness.per_s(1.0) == (2, 0, 1, 0, 0, 0, 0, 0)

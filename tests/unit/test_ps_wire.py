@@ -1,8 +1,9 @@
 """Messages of the parameter server: what is sent arrives, and what is wrong is refused in words."""
 
+import select
 import socket
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,11 @@ from dlrover_py.ps import specs, wire
 from dlrover_py.ps.client import PsClient
 from dlrover_py.ps.cluster_map import ClusterMap, Placement
 from dlrover_py.ps.connections import Connections
-from dlrover_py.ps.door import FRAME_BYTES, connect, guard, guarded, new_context, refusals, visitor
+from dlrover_py.ps.door import FRAME_BYTES, MAX_STRANGERS, guard, guarded, new_context, visitor
 from dlrover_py.ps.settings import Settings, read_access, write_access
 from dlrover_py.ps.specs import TableSpec
 from dlrover_py.ps.wire import JobAccess, UnprovenError, WireError
-from tests.ps_threads import client, servers
+from tests.ps_threads import client, connect, servers
 
 KEY = JobAccess("job", "tcp://x", "token").key
 IDS = np.arange(20, dtype=np.int64)
@@ -338,16 +339,62 @@ def test_nothing_of_many_connections_of_strangers_comes_in() -> None:
         port = inbox.bind_to_random_port("tcp://127.0.0.1")
         address = f"tcp://127.0.0.1:{port}"
         lines = [visitor(theirs, OTHER_JOB) for _ in range(100)]
-        watched = [refusals(line) for line in lines]
+        refused = zmq.Event.HANDSHAKE_FAILED_AUTH
+        watched = [line.get_monitor_socket(refused) for line in lines]
         for line in lines:
             line.connect(address)
             with suppress(zmq.Again):  # a refused connection has no queue
                 for _ in range(100):
                     line.send_multipart(GOOD, zmq.NOBLOCK)
-        assert all(refused.poll(20_000) for refused in watched)
+        assert all(one.poll(20_000) for one in watched)
         with connect(theirs, address, KEY) as member:
             member.send_multipart(GOOD)
             assert inbox.poll(20_000)
             assert inbox.recv_multipart()[1:] == GOOD
             assert not inbox.poll(0)
         theirs.destroy(linger=0)
+
+
+def test_strangers_are_few() -> None:
+    """The number of connections without a password was unlimited."""
+    first = greeting(b"PLAIN")
+    # These sockets keep a connection without a password for 30 s.
+    with zmq.Context() as context, guarded(context) as inbox, new_context() as theirs:
+        guard(context, KEY)
+        port = inbox.bind_to_random_port("tcp://127.0.0.1")
+        with ExitStack() as lines:
+
+            def stranger() -> socket.socket:
+                line = lines.enter_context(socket.create_connection(("127.0.0.1", port), 20))
+                line.sendall(first)
+                left = len(first)
+                while left:
+                    left -= len(line.recv(left))
+                return line
+
+            member = connect(theirs, f"tcp://127.0.0.1:{port}", KEY)
+            gone = member.get_monitor_socket(zmq.Event.DISCONNECTED)
+            member.send_multipart(GOOD)
+            assert inbox.recv_multipart()[1:] == GOOD
+            old = [stranger() for _ in range(10)]
+            new = [stranger() for _ in range(MAX_STRANGERS)]
+            assert [line.recv(64) for line in old] == [b""] * 10, "the oldest ones are ended"
+            assert not select.select(new, [], [], 0)[0]
+            later = connect(theirs, f"tcp://127.0.0.1:{port}", KEY)
+            for one in (later, member):
+                one.send_multipart(GOOD)
+                assert inbox.poll(20_000)
+                assert inbox.recv_multipart()[1:] == GOOD
+            assert not gone.poll(0)
+            theirs.destroy(linger=0)
+
+
+def test_a_stranger_that_says_nothing_more_is_ended() -> None:
+    with new_context() as context, guarded(context) as inbox:
+        guard(context, KEY)
+        port = inbox.bind_to_random_port("tcp://127.0.0.1")
+        with socket.create_connection(("127.0.0.1", port), 20) as line:
+            line.sendall(greeting(b"PLAIN"))
+            while line.recv(64):
+                pass
+            assert not inbox.poll(0)

@@ -12,10 +12,10 @@ from dlrover_py.master.servers import ServerMap, ServerPlace
 from dlrover_py.protocol.errors import TransientError
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.ps import messages as m
-from dlrover_py.ps.door import connect
 from dlrover_py.ps.settings import read_access
 from dlrover_py.ps.wire import decode, send
 from tests.builders import job_file
+from tests.ps_threads import connect
 
 
 class BusyStore:

@@ -469,7 +469,8 @@ def test_buckets_are_counted_by_server() -> None:
             Placement(1, "ps2", loading=True),
         ),
     )  # fmt: skip
-    load = Load("ps2", rows=5, nbytes=80, pulled_per_s=1.26, pushed_per_s=2.0, waiting=3)
+    load = Load("ps2", rows=5, nbytes=80, pulled_per_s=1.26, pushed_per_s=2.0, waiting=3,
+                stale_per_s=(1.26, 0.0))  # fmt: skip
     told = tables_status(known, {"ps2": load, "gone": load})
     assert (told.epoch, told.tables, told.buckets, told.lost_buckets) == (9, ["user"], 4, 1)
     assert told.single_buckets == 2
@@ -477,6 +478,7 @@ def test_buckets_are_counted_by_server() -> None:
         ServerLoad(
             id="ps2", leads=2, backs_up=0, receives=2, rows=5, memory_bytes=80,
             pulled_per_s=1.3, pushed_per_s=2.0, waiting=3, leading=[0, 3], receiving=[1],
+            stale_pushes_per_s=[1.3, 0.0],
         ),
         ServerLoad(id="ps10", leads=1, backs_up=1, leading=[1], backing=[0]),
     ]  # fmt: skip

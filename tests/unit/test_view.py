@@ -325,6 +325,14 @@ LOAD = ServerLoad(
 )  # fmt: skip
 
 
+def test_the_staleness_of_pushes_is_a_line() -> None:
+    rates: list[list[float]] = [[60.0, 20.0, 0, 0, 0, 0, 0, 0], [], [10.0, 0, 0, 0, 0, 0, 0, 10.0]]
+    servers = [LOAD.model_copy(update={"stale_pushes_per_s": one}) for one in rates]
+    tables = TablesStatus(epoch=1, tables=["user"], buckets=3, servers=servers)
+    assert view.staleness_line(tables) == "staleness  0: 70.0 %, 1: 20.0 %, 64+: 10.0 %"
+    assert not view.staleness_line(tables.model_copy(update={"servers": [LOAD]}))
+
+
 def test_the_load_of_servers_is_a_table() -> None:
     tables = TablesStatus(epoch=1, tables=["user", "item"], buckets=3, step=7, servers=[LOAD])
     assert view.tables_words(tables) == "2 tables in 3 buckets on 1 server, step 7"
