@@ -100,7 +100,7 @@ class Demand:
     """Whether that change was forced, and not made for the sake of speed."""
     spot_policy: SpotPolicy = "any"
     placed: Mapping[str, int] = field(default_factory=dict)
-    """Nodes that exist in each pool, by its name."""
+    """Nodes that exist in each pool, or may be created there, by its name; with standbys."""
 
     @property
     def least(self) -> int:
@@ -240,7 +240,7 @@ class Allocation:
     reason: str
     """Why, in words."""
     pools: Mapping[str, int] = field(default_factory=dict)
-    """Where :attr:`nodes` are best placed, by the name of the pool."""
+    """Where :attr:`nodes` and :attr:`standbys` are best placed, by the name of the pool."""
     forced: bool = False
     """Whether a change was forced by a loss of hosts or by the minimum of another job."""
     standbys: int = 0
@@ -726,6 +726,7 @@ def _placed(
     stable = _Rooms({pool.name: usable[pool.name] for pool in pools if not pool.spot})
     spot = _Rooms({pool.name: usable[pool.name] for pool in pools if pool.spot})
     where: dict[str, dict[str, int]] = {demand.name: {} for demand in order}
+    most = {name: one.nodes + (one.standbys if one.nodes else 0) for name, one in granted.items()}
     for choosy, rooms in ((True, (stable,)), (False, (spot, stable))):
         least = [
             (where[d.name], d.placed, min(d.least, granted[d.name].nodes))
@@ -740,8 +741,8 @@ def _placed(
                 room.add(here, nodes)
     for demand in order:  # what is there stays, before anything new takes its place
         for room in (stable, spot):
-            room.keep(where[demand.name], demand.placed, granted[demand.name].nodes)
+            room.keep(where[demand.name], demand.placed, most[demand.name])
     for demand in order:
         for room in (spot, stable):
-            room.add(where[demand.name], granted[demand.name].nodes)
+            room.add(where[demand.name], most[demand.name])
     return {name: replace(one, pools=where[name]) for name, one in granted.items()}

@@ -292,13 +292,13 @@ class RunningJob:
             state_root: folder of all runs; None if it is not known.
             call_s: deadline of a call, in seconds.
         """
-        self.name, self._socket, self._state_root = name, socket_path, state_root
+        self.name, self.socket_path, self._state_root = name, socket_path, state_root
         self._call_s = call_s
 
     @property
     def listens(self) -> bool:
         """Whether its cluster process still listens for calls; True if that is not sure."""
-        return _listens(self._socket)
+        return _listens(self.socket_path)
 
     def snapshot(self) -> Snapshot:
         """Return the state of the job from its cluster process.
@@ -345,7 +345,7 @@ class RunningJob:
 
     def show_logs(self, query: LogQuery) -> None:  # noqa: D102
         folder = self._log_folder()
-        if not print_logs(folder, self._socket if query.follow else None, query):
+        if not print_logs(folder, self.socket_path if query.follow else None, query):
             click.echo(
                 f"dlrover: {missing_log_message(folder, query)}", err=True
             )  # no failure: a log may still appear
@@ -402,7 +402,7 @@ class RunningJob:
         """Say what the job's cluster process does that does not answer."""
         with contextlib.suppress(OSError, struct.error), socket.socket(socket.AF_UNIX) as probe:
             probe.setblocking(False)
-            probe.connect(str(self._socket))
+            probe.connect(str(self.socket_path))
             peer = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
             pid = struct.unpack("3i", peer)[0]
             if is_stopped(pid):
@@ -465,7 +465,7 @@ class RunningJob:
         answer = self.request("/v1/stop")
         deadline = time.monotonic() + STOP_S
         pause = threading.Event()
-        while wait and self._socket.parent.exists():
+        while wait and self.socket_path.parent.exists():
             if time.monotonic() > deadline:
                 raise UnreachableError(
                     f"{self.name} has not ended within a minute; see `dlrover job describe`"
@@ -503,7 +503,7 @@ class RunningJob:
         """
 
         async def call() -> bytes:
-            client = HttpClient(f"unix:{self._socket}")
+            client = HttpClient(f"unix:{self.socket_path}")
             try:
                 return await client.call(method, path, deadline_s=self._call_s)
             finally:

@@ -2,7 +2,8 @@
 
 Each job is a ``dlrover job run`` of its own. This process only decides how many hosts each of them
 has (``dlrover_py/allocator.py``), and prints what they print. If it dies, the jobs go on with the
-hosts that they have.
+hosts that they have, and the next one for the same folder takes them over
+(``dlrover_py/cli/shared_record.py``).
 """
 
 import asyncio
@@ -14,12 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dlrover_py.allocator import Allocation, Demand, Pool, allocate, demand_of
-from dlrover_py.cli import jobfile
+from dlrover_py.cli import jobfile, local_jobs, runs
 from dlrover_py.cli.progress import line
 from dlrover_py.cli.settings import Settings
+from dlrover_py.cli.shared_record import AdoptedProcess, Record, StartedJob, digest, exit_code
 from dlrover_py.net.http_client import HttpClient
-from dlrover_py.process.identity import ignores_signal
-from dlrover_py.protocol import names
+from dlrover_py.process.identity import ProcessId, ignores_signal
 from dlrover_py.protocol.autoscale import NodeAllocation
 from dlrover_py.protocol.errors import ConfigError, DLRoverError, ExitCode
 from dlrover_py.protocol.job import ElasticJob
@@ -34,6 +35,9 @@ CALL_S = 5.0
 """Deadline of a call to the cluster process of a job, in seconds."""
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that stop all jobs."""
+AFTER_A_LINE = 'read -r _ && exec "$@" </dev/null'
+"""Script of the shell that waits for a line and becomes a ``dlrover job run``. Without a line it
+ends: a job that no record names must not start."""
 
 
 @dataclass(slots=True)
@@ -47,8 +51,12 @@ class SharedJob:
     granted: NodeAllocation | None = None
     decided: tuple[int, int] | None = None
     """Nodes and goal that were printed last."""
-    process: "asyncio.subprocess.Process | None" = None
+    process: "asyncio.subprocess.Process | AdoptedProcess | None" = None
     """Its ``dlrover job run``; None while it is held back for the first time."""
+    socket: Path | None = None
+    """Socket of that; None until it is known."""
+    started: StartedJob | None = None
+    """What the record says of it; None if it was not started."""
     snapshot: Snapshot | None = None
     """Its newest state; None before the first one."""
 
@@ -72,21 +80,27 @@ class SharedJob:
 def run_shared(folder: Path, settings: Settings, *, hosts: int) -> int:
     """Run the jobs of a folder until all have ended or a signal comes; return the exit code.
 
+    Jobs that an earlier call has started, which was killed, are taken over if they still run.
+    Those that have ended are not run again, unless their files were changed.
+
     Args:
         folder: folder of the job files.
         settings: settings of this command.
         hosts: number of simulated hosts.
 
     Raises:
-        ConfigError: there is no job file, or one of the files cannot be used.
+        ConfigError: there is no job file, or one of the files cannot be used; another call runs
+            the jobs of this folder; a job of an earlier call runs that cannot be taken over; or
+            another user could have made the content of a folder.
     """
     cluster = SharedCluster(folder, settings, hosts)
-    files = cluster.files()
-    if not files:
+    if not cluster.files():
         raise ConfigError(f"{folder}: found no file *.yaml: expected job files")
-    for file in files:
-        cluster.add(file)
-    return asyncio.run(cluster.run())
+    with cluster.record.locked():
+        cluster.carry_on()
+        for file in cluster.files():
+            cluster.add(file)
+        return asyncio.run(cluster.run())
 
 
 @dataclass(slots=True)
@@ -104,7 +118,76 @@ class SharedCluster:
     """Signals that have come."""
     failed: bool = False
     """Whether a job has not succeeded."""
+    over: dict[str, StartedJob] = field(default_factory=dict)
+    """Jobs that have ended, by the names of their files."""
+    record: Record = field(init=False)
     _reading: "set[asyncio.Task[None]]" = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        """Name the record; nothing is read."""
+        self.record = Record(self.folder, self.settings.state_root)
+
+    # --- Jobs of an earlier call ---
+
+    def carry_on(self) -> None:
+        """Take over the jobs that an earlier call has started and that run.
+
+        A job that was killed, too, is started again, as a new one.
+
+        Raises:
+            ConfigError: a job runs that cannot be taken over, the record cannot be used, or another
+                user could have made the content of a folder.
+        """
+        local_jobs.running(self.settings)  # it checks the folders
+        known, here = self.record.read()
+        problems = []
+        for file, one in known.items():
+            path, name = self.folder / file, one.job.metadata.name
+            content = digest(path)
+            same = bool(content) and content == one.content
+            code = exit_code(one.run) if one.code is None else one.code
+            lives = here and one.id.alive
+            if lives and not same:
+                problems.append(
+                    f"{path}: it was changed or removed since an earlier `dlrover cluster run` has "
+                    f"started {name} from it, and {name} still runs: put the old content back to "
+                    f"carry on, or stop the job with `dlrover job stop {name}`"
+                )
+            elif lives:
+                job = SharedJob(path, one.job, one.queued_at, one.granted, started=one)
+                job.process = AdoptedProcess(one.id, one.run)
+                self.jobs[name] = job
+                line(f"[cluster] {name} runs on; its output is in `dlrover job logs {name}`")
+            elif one.run and runs.goes_on(Path(one.run)):
+                problems.append(
+                    f"{path}: an earlier `dlrover cluster run` has started {name} from it, and "
+                    f"{name} still runs on another machine or in another container, where its "
+                    "process id is known: call `dlrover cluster run` there, or stop the job there"
+                )
+            elif same and code is not None:
+                self.over[file] = one.model_copy(update={"code": code})
+                self.failed |= code != ExitCode.OK
+                line(f"[cluster] {name} has ended before: it is not run again")
+            elif same:
+                line(f"[cluster] {name} was killed, too: it is started again")
+                continue
+            if same:
+                with contextlib.suppress(OSError):  # it was removed meanwhile
+                    self.seen[path] = path.stat().st_mtime
+        if problems:
+            raise ConfigError("\n".join(problems))
+
+    def _save(self) -> None:
+        """Write the record, and print why that is not possible."""
+        jobs = dict(self.over)
+        for job in self.jobs.values():
+            if job.started is not None and job.granted is not None:
+                numbers = job.granted.model_copy(update={"reason": ""})
+                jobs[job.file.name] = job.started.model_copy(update={"granted": numbers})
+        try:
+            self.record.write(jobs)
+        except (OSError, ConfigError) as error:
+            line(f"[cluster] what was started cannot be recorded, for a later call: {error}")
 
     # --- Files ---
 
@@ -170,11 +253,14 @@ class SharedCluster:
                 await self._observe()
                 await self._decide()
             self._forget_ended()
+            self._save()
             wake.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
                     await wake.wait()
         await asyncio.gather(*self._reading)
+        with contextlib.suppress(OSError):
+            self.record.remove()
         if self.interrupts:
             return 128 + self.interrupts[0]
         return ExitCode.FAILED if self.failed else ExitCode.OK
@@ -188,12 +274,29 @@ class SharedCluster:
                 line(f"[cluster] {error}")
 
     async def _observe(self) -> None:
-        """Read the state of all jobs. A job that does not answer keeps its last one."""
+        """Read the state of all jobs. A job that does not answer keeps its last one.
+
+        Another job of the same name may answer, which is none of these. It is ignored.
+        """
         for name, job in self.jobs.items():
             if job.process is None or job.process.returncode is not None:
                 continue
             with contextlib.suppress(DLRoverError, OSError, ValueError):
-                job.snapshot = Snapshot.model_validate_json(await self._call(name, "GET", "job"))
+                if job.socket is None:
+                    found = local_jobs.running(self.settings).get(name)
+                    if found is None:
+                        continue
+                    job.socket = found.socket_path
+                snapshot = Snapshot.model_validate_json(await self._call(job, "GET", "job"))
+                if snapshot.cluster_pid != job.process.pid:
+                    job.socket = None
+                    continue
+                job.snapshot = snapshot
+                if job.started is not None and not job.started.run:
+                    run = str(Path(snapshot.log_dir).parent)
+                    job.started = job.started.model_copy(update={"run": run})
+                    if isinstance(job.process, AdoptedProcess):
+                        job.process.run = run
 
     async def _decide(self) -> None:
         """Change the allocations, and start the jobs that have hosts for the first time."""
@@ -230,21 +333,37 @@ class SharedCluster:
         if job.snapshot is None:
             return
         if job.snapshot.job.allocation != granted or job.hosts != granted.nodes:
+            self._save()
             with contextlib.suppress(DLRoverError, OSError):  # it is sent again soon
-                await self._call(name, "PUT", "allocation", granted.model_dump_json().encode())
+                await self._call(job, "PUT", "allocation", granted.model_dump_json().encode())
 
     async def _start(self, name: str, job: SharedJob, nodes: int) -> None:
-        """Start the cluster process of a job."""
-        job.process = await asyncio.create_subprocess_exec(
+        """Start the cluster process of a job, once the record has its process id."""
+        content = digest(job.file)
+        job.process = process = await asyncio.create_subprocess_exec(
+            *("/bin/sh", "-c", AFTER_A_LINE, "job"),
             *jobfile.run_command(job.file, f"--nodes={nodes}", "--plain"),
-            stdin=asyncio.subprocess.DEVNULL,
+            stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C comes from this process alone
         )
+        with contextlib.suppress(ProcessLookupError):  # it was killed
+            assert job.granted is not None
+            job.started = StartedJob(
+                job=job.job,
+                content=content,
+                process=str(ProcessId.of(process.pid)),
+                queued_at=job.queued_at,
+                granted=job.granted,
+            )
+        self._save()
+        assert process.stdin is not None
+        process.stdin.write(b"\n")
+        process.stdin.close()
         if self.interrupts:  # the signal came while it was started
-            job.process.send_signal(signal.SIGINT)
-        task = asyncio.create_task(_print_output(name, job.process))
+            process.send_signal(signal.SIGINT)
+        task = asyncio.create_task(_print_output(name, process))
         self._reading.add(task)
         task.add_done_callback(self._reading.discard)
 
@@ -255,15 +374,20 @@ class SharedCluster:
                 if self.interrupts:
                     del self.jobs[name]
                     self.failed = True
-            elif job.process.returncode is not None:
-                self.failed |= job.process.returncode != ExitCode.OK
+            elif isinstance(job.process, AdoptedProcess) and job.process.killed:
+                line(f"[cluster] {name} was killed: it is started again")
+                self.jobs[name] = SharedJob(job.file, job.job, job.queued_at)
+            elif (code := job.process.returncode) is not None:
+                self.failed |= code != ExitCode.OK
                 line(f"[cluster] {name} has ended: {counted(job.hosts, 'host')} free")
                 del self.jobs[name]
+                if job.started is not None:
+                    ended = job.started.model_copy(update={"code": code})
+                    self.over[job.file.name] = ended
 
-    async def _call(self, name: str, method: str, path: str, body: bytes = b"") -> bytes:
+    async def _call(self, job: SharedJob, method: str, path: str, body: bytes = b"") -> bytes:
         """Make a call to the cluster process of a job; return the answer."""
-        socket = self.settings.runtime_root / name / names.CLUSTER_SOCKET
-        client = HttpClient(f"unix:{socket}")
+        client = HttpClient(f"unix:{job.socket}")
         try:
             return await client.call(method, f"/v1/{path}", body, deadline_s=CALL_S)
         finally:

@@ -113,7 +113,7 @@ class AutoscaleSpec(BaseModel):
 
 
 class PodPlace(BaseModel):
-    """A kind of hosts that a queue has given to a job, and how many Pods may be there."""
+    """A kind of hosts that a queue or the allocator has given to a job, for this many Pods."""
 
     model_config = ConfigDict(
         frozen=True, extra="ignore", alias_generator=to_camel, populate_by_name=True

@@ -11,17 +11,19 @@ host has room, and what a job is about to create counts only as far as its spec 
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
+from types import MappingProxyType
 from typing import Self
 
 from dlrover_operator.facts import ACTIVE_PHASES, final_phase
 from dlrover_operator.observed import JobUid, Key, Obj, job_of, uid_of
-from dlrover_py.allocator import Demand, Pool, allocate, demand_of
+from dlrover_py.allocator import Allocation, Demand, Pool, SpotPolicy, allocate, demand_of
 from dlrover_py.protocol import names
-from dlrover_py.protocol.autoscale import NodeAllocation
+from dlrover_py.protocol.autoscale import NodeAllocation, PodPlace
 from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.hosts import SPOT_LABELS
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.quantities import quantity
 from dlrover_py.protocol.status import MeasuredSpeed, unix_seconds
@@ -36,6 +38,17 @@ NO_HOSTS = "no host that is shared exists; check the label selector of the alloc
 """Reason while no host matches: the hosts have not all vanished at the same moment."""
 UNREADABLE = "the status of the job cannot be understood"
 """Reason of a job that is left out, because something in its object has another form."""
+LEAVING = (
+    "ToBeDeletedByClusterAutoscaler",
+    "aws-node-termination-handler/spot-itn",
+    "cloud.google.com/impending-node-termination",
+    "karpenter.sh/disrupted",
+)
+"""Taints of hosts that are about to be taken away. They count as cordoned."""
+ONE_POOL = "hosts"
+"""Name of the only pool, if hosts are not told apart."""
+MOST_PLACES = 64
+"""Most pools that a job is placed in. With more of them, the scheduler places its Pods."""
 FAULTS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """What a malformed document of a job raises where it is read."""
 
@@ -52,6 +65,9 @@ class SharedHosts:
     """What a node of a job takes of a host, by resource; empty: the whole host."""
     hold_s: float = 300.0
     """Seconds for which a size is kept that was chosen for the sake of speed."""
+    pool_label: str = ""
+    """Label of hosts whose value is the name of their pool; empty: there is one pool, and the
+    scheduler alone places Pods."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +81,10 @@ class Host:
     """Whether it takes new Pods: it is ready and not cordoned."""
     lost_at: float | None = None
     """Unix time at which it became not ready; None if it is ready, or cordoned."""
+    pool: str = ONE_POOL
+    """Name of its pool."""
+    spot: bool = False
+    """Whether it may be taken away at short notice."""
 
     def lost_in(self, now: float) -> float:
         """Return after how many seconds it counts as lost; 0 if it does not count any more.
@@ -75,13 +95,18 @@ class Host:
             return 0.0
         return min(LOST_S, self.lost_at + LOST_S - now)
 
+    def usable(self, now: float) -> bool:
+        """Return whether it takes new Pods, or may do so again soon."""
+        return self.open or self.lost_in(now) > 0
+
     @classmethod
-    def of(cls, obj: Obj, slot: Mapping[str, Decimal]) -> Self:
-        """Return the view of an object.
+    def of(cls, obj: Obj, slot: Mapping[str, Decimal], pool_label: str = "") -> Self:
+        """Return the view of an object. A host without the label of pools has room for no node.
 
         Args:
             obj: the Kubernetes Node.
             slot: what a node of a job takes of it, by resource; empty: the whole host.
+            pool_label: label whose value is the name of its pool; empty: there is one pool.
         """
         status = obj.get("status") or {}
         has = status.get("allocatable") or {}
@@ -89,10 +114,15 @@ class Host:
         conditions: list[Obj] = status.get("conditions") or []
         about = next((c for c in conditions if c.get("type") == "Ready"), {})
         ready = about.get("status") == "True"
-        cordoned = bool((obj.get("spec") or {}).get("unschedulable"))
+        spec = obj.get("spec") or {}
+        leaving = any(taint.get("key") in LEAVING for taint in spec.get("taints") or ())
+        cordoned = bool(spec.get("unschedulable")) or leaving
         lost_at = None if ready or cordoned else unix_seconds(about.get("lastTransitionTime"))
-        slots = min(rooms, default=1)
-        return cls(obj["metadata"]["name"], slots, ready and not cordoned, lost_at)
+        labels = obj["metadata"].get("labels") or {}
+        pool = labels.get(pool_label, "") if pool_label else ONE_POOL
+        spot = any(labels.get(name) == value for name, value in SPOT_LABELS.items())
+        slots = min(rooms, default=1) if pool else 0
+        return cls(obj["metadata"]["name"], slots, ready and not cordoned, lost_at, pool, spot)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +137,8 @@ class HeldPod:
     """Whether it holds resources: it has not ended."""
     ends: bool = False
     """Whether it was deleted, and is ending."""
+    placement: str = ""
+    """Name of the pool that it was created for; empty if for none."""
 
     @classmethod
     def of(cls, obj: Obj) -> Self:
@@ -116,6 +148,7 @@ class HeldPod:
             (obj.get("spec") or {}).get("nodeName") or "",
             (obj.get("status") or {}).get("phase") not in ("Succeeded", "Failed"),
             "deletionTimestamp" in obj["metadata"],
+            (obj["metadata"].get("labels") or {}).get(names.LABEL_PLACEMENT, ""),
         )
 
 
@@ -138,6 +171,7 @@ def decide(
     pods: Iterable[HeldPod],
     shared: SharedHosts,
     now: float,
+    reclaims: Mapping[str, Sequence[float]] = MappingProxyType({}),
 ) -> dict[Key, NodeAllocation]:
     """Return the allocations that must change now, by job. Nothing is carried out.
 
@@ -156,6 +190,7 @@ def decide(
         pods: all Pods of workers.
         shared: the settings.
         now: Unix time.
+        reclaims: Unix times at which spot hosts were taken away from jobs, by pool.
     """
     hosts = list(hosts)
     if not hosts and not shared.capacity:
@@ -199,34 +234,59 @@ def decide(
         for uid, key in asking.items()
     }
     placed = _placed(holding, hosts, shared.capacity, turns)
+    used: Counter[str] = Counter()
     for uid, key in asking.items():
         demand, granted = demands[key]
-        here = placed.pop(uid, 0)
-        size = max(demand.size, here - demand.standbys)
-        standing = min(demand.standbys, max(0, here - size))
-        demands[key] = replace(demand, size=size, standing=standing), granted
-    given_up -= placed
+        pools = placed.pop(uid, Counter())
+        used += pools
+        size = max(demand.size, pools.total() - demand.standbys)
+        standing = min(demand.standbys, max(0, pools.total() - size))
+        promised = Counter({p.name: p.nodes for p in granted.placements} if granted else {})
+        policy = demand.spot_policy if shared.pool_label else "any"
+        demand = replace(demand, size=size, standing=standing, spot_policy=policy)
+        demands[key] = replace(demand, placed=pools | promised), granted
+    given_up -= Counter({uid: pools.total() for uid, pools in placed.items()})
     waits = 0 if shared.capacity else _not_ready(hosts, holding, now)
-    total = shared.capacity or _room(hosts, holding, now)
-    room = max(0, total - sum(placed.values()))
+    rooms = Counter({ONE_POOL: shared.capacity} if shared.capacity else _rooms(hosts, holding, now))
+    for pools in placed.values():
+        rooms -= pools
+    room = rooms.total()
     kept = sum(_kept(demand, room) for demand, _ in demands.values())
-    pool = Pool(name="hosts", nodes=max(room - coming, min(room, kept)))
+    _keep_free(rooms, used, min(coming, max(0, room - kept)))
+    spot = {host.pool for host in hosts if host.spot} if shared.pool_label else set[str]()
+    every = [
+        Pool(
+            name=name,
+            nodes=nodes,
+            spot=name in spot,
+            reclaimed_at=tuple(reclaims.get(name, ())),
+            used=used[name],
+        )
+        for name, nodes in sorted(rooms.items())
+    ]
     busy = waits + sum(given_up.values())
-    every = [demand for demand, _ in demands.values()]
-    sizes = allocate(every, [pool], now, hold_s=shared.hold_s, busy=busy)
+    wishes = [demand for demand, _ in demands.values()]
+    sizes = allocate(wishes, every, now, hold_s=shared.hold_s, busy=busy)
+    loose = _loose(holding, hosts)
+    places = {
+        key: _places(sizes[demands[key][0].name], every, loose.get(uid, Counter()), shared)
+        for uid, key in asking.items()
+    }
     for key, (demand, granted) in demands.items():
         one = sizes[demand.name]
         # The time that a job was suspended is no time that it has waited.
         resumed = granted is not None and granted.reason == SUSPENDED
         # A job without nodes has no standbys, whatever it may have.
         standbys = one.standbys if one.nodes and one.standbys < demand.standbys else None
-        if granted is None or granted.nodes != one.nodes or resumed:
+        moves = granted is not None and granted.placements != places[key]
+        if granted is None or granted.nodes != one.nodes or resumed or moves:
             found[key] = NodeAllocation(
                 nodes=one.nodes,
                 standbys=standbys,
                 reason=one.reason,
                 since=now,
                 forced=one.forced,
+                placements=places[key],
             )
         elif (granted.reason, granted.standbys) != (one.reason, standbys):
             update = {"reason": one.reason, "standbys": standbys}
@@ -318,7 +378,8 @@ def _demand(job: Obj, pods: int, hosted: int, now: float) -> Demand | int:
     )
     if read.allocation is not None and read.allocation.reason == SUSPENDED:
         demand = replace(demand, granted_at=now)  # it waits since it was resumed
-    return replace(demand, size=min(demand.size, demand.maximum))
+    policy: SpotPolicy = "any" if read.worker.spot_policy == "any" else "onDemandMin"
+    return replace(demand, size=min(demand.size, demand.maximum), spot_policy=policy)
 
 
 def _most(job: Obj) -> int:
@@ -344,8 +405,8 @@ def _kept(demand: Demand, room: int) -> int:
 
 def _placed(
     pods: Iterable[HeldPod], hosts: Iterable[Host], capacity: int, turns: Mapping[JobUid, int]
-) -> Counter[JobUid]:
-    """Return how many Pods of each job have room on the shared hosts.
+) -> dict[JobUid, Counter[str]]:
+    """Return how many Pods of each job have room on the shared hosts, by pool.
 
     A user may write any number of Pods on one host, and on the host of another job. So Pods get
     the room in turns, and those of one turn in any order.
@@ -358,28 +419,111 @@ def _placed(
             other jobs come last.
     """
     left = {"": capacity} if capacity else {host.name: host.slots for host in hosts}
-    found: Counter[JobUid] = Counter()
+    pools = {"": ONE_POOL} if capacity else {host.name: host.pool for host in hosts}
+    found: dict[JobUid, Counter[str]] = {}
     here = [pod for pod in pods if pod.host]
     for turn in (0, 1, 2):
         for pod in here:
             place = "" if capacity else pod.host
             if turns.get(pod.job, 2) == turn and left.get(place, 0) > 0:
                 left[place] -= 1
-                found[pod.job] += 1
+                found.setdefault(pod.job, Counter())[pools[place]] += 1
     return found
 
 
-def _room(hosts: Iterable[Host], pods: Iterable[HeldPod], now: float) -> int:
-    """Return the number of nodes for which the hosts have room, those that exist included.
+def _rooms(hosts: Iterable[Host], pods: Iterable[HeldPod], now: float) -> Counter[str]:
+    """Return for how many nodes the hosts of each pool have room, with those that exist.
 
     A host that takes no new Pods counts with the Pods that it has, and one that is not ready for a
     short time counts as if it were ready.
     """
     here = Counter(pod.host for pod in pods)
-    return sum(
-        host.slots if host.open or host.lost_in(now) else min(host.slots, here[host.name])
-        for host in hosts
-    )
+    found: Counter[str] = Counter()
+    for host in hosts:
+        found[host.pool] += host.slots if host.usable(now) else min(host.slots, here[host.name])
+    return found
+
+
+def _keep_free(rooms: Counter[str], used: Mapping[str, int], nodes: int) -> None:
+    """Take nodes from pools for Pods without a host, the free ones of the emptiest pools first.
+
+    Args:
+        rooms: nodes of each pool, which fall.
+        used: nodes of jobs that exist in each pool.
+        nodes: how many to take.
+    """
+    free = {name: max(0, rooms[name] - used.get(name, 0)) for name in rooms}
+    for least in (free, dict(rooms)):
+        for name in sorted(least, key=lambda one: (-least[one], one)):
+            taken = min(nodes, least[name], rooms[name])
+            rooms[name] -= taken
+            nodes -= taken
+
+
+def _loose(pods: Iterable[HeldPod], hosts: Iterable[Host]) -> dict[JobUid, Counter[str]]:
+    """Return how many Pods of each job were created for no pool, by the pool that they are in."""
+    pools = {host.name: host.pool for host in hosts}
+    found: dict[JobUid, Counter[str]] = {}
+    for pod in pods:
+        if not pod.placement and not pod.ends:
+            found.setdefault(pod.job, Counter())[pools.get(pod.host, "")] += 1
+    return found
+
+
+def _places(
+    one: Allocation, pools: Sequence[Pool], loose: Counter[str], shared: SharedHosts
+) -> list[PodPlace]:
+    """Return where the Pods of a job go; empty if the scheduler alone places them.
+
+    Stable pools come first: a master fills the first place with room. Pods that were created before
+    there were pools stay where they are, and take the room of their pool.
+
+    Args:
+        one: what the job may have.
+        pools: all pools.
+        loose: Pods of the job that were created for no pool, by the pool that they are in.
+        shared: the settings.
+    """
+    if not (shared.pool_label and one.nodes) or len(one.pools) >= MOST_PLACES:
+        return []
+    found = dict(one.pools)
+    # Each node needs a place: a Pod without one would be created and ended again and again.
+    missing = one.nodes + one.standbys - sum(found.values())
+    if missing > 0 and pools:
+        most = max(sorted(found or {pool.name for pool in pools}), key=lambda n: found.get(n, 0))
+        found[most] = found.get(most, 0) + missing
+    places = [
+        PodPlace(
+            name=pool.name,
+            nodes=max(0, found[pool.name] - loose[pool.name]),
+            node_selector={shared.pool_label: pool.name},
+        )
+        for pool in sorted(pools, key=lambda pool: pool.spot)
+        if pool.name in found
+    ]
+    if loose:
+        places.append(PodPlace(name="", nodes=loose.total()))
+    return places
+
+
+def reclaimed(
+    watched: Mapping[str, str], hosts: Iterable[Host], pods: Iterable[HeldPod], now: float
+) -> tuple[list[str], dict[str, str]]:
+    """Return the pools of spot hosts that were taken away, and the hosts to watch from now on.
+
+    A host with Pods of workers is watched. If it vanishes or takes no new Pods any more, it was
+    taken away.
+
+    Args:
+        watched: pools of the hosts to watch, by their names, as the last call returned them.
+        hosts: the hosts that jobs share.
+        pods: all Pods of workers.
+        now: Unix time.
+    """
+    usable = {host.name: host.pool for host in hosts if host.spot and host.usable(now)}
+    busy = {pod.host for pod in pods if pod.holds}
+    gone = [pool for name, pool in watched.items() if name not in usable]
+    return gone, {name: pool for name, pool in usable.items() if name in busy}
 
 
 def _not_ready(hosts: Iterable[Host], pods: Iterable[HeldPod], now: float) -> int:

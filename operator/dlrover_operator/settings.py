@@ -58,7 +58,8 @@ class Settings:
         Raises:
             ConfigError: ``--master-resources`` is no JSON object, or has other fields than
                 ``requests`` and ``limits``. The values of these fields are not checked. Or both
-                ways to say what jobs share are given, or ``--allocator-slot`` without hosts.
+                ways to say what jobs share are given, or ``--allocator-slot`` or
+                ``--allocator-pools`` without hosts.
         """
         args = _parser().parse_args(argv)
         options = Options(
@@ -113,8 +114,11 @@ def _shared(args: argparse.Namespace) -> SharedHosts | None:
         raise ConfigError(
             "--allocator-capacity and --allocator-nodes: expected one of them, found both"
         )
-    if args.allocator_slot and not args.allocator_nodes:
-        raise ConfigError("--allocator-slot needs --allocator-nodes: found no labels of hosts")
+    for option, value in (("slot", args.allocator_slot), ("pools", args.allocator_pools)):
+        if value and not args.allocator_nodes:
+            raise ConfigError(
+                f"--allocator-{option} needs --allocator-nodes: found no labels of hosts"
+            )
     if not (args.allocator_capacity or args.allocator_nodes):
         return None
     return SharedHosts(
@@ -122,6 +126,7 @@ def _shared(args: argparse.Namespace) -> SharedHosts | None:
         selector=args.allocator_nodes,
         slot=dict(args.allocator_slot),
         hold_s=args.allocator_hold,
+        pool_label=args.allocator_pools or "",
     )
 
 
@@ -262,6 +267,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="RESOURCE=QUANTITY",
         help="what a node of a job takes of a host; may be given several times (default: the whole "
         "host)",
+    )
+    p.add_argument(
+        "--allocator-pools",
+        type=_label,
+        metavar="LABEL",
+        help="label of the hosts whose value is the name of their pool: the allocator chooses the "
+        "pools of a job's nodes (default: the scheduler alone places Pods)",
     )
     p.add_argument(
         "--allocator-hold",

@@ -2,16 +2,21 @@
 
 import asyncio
 import bisect
+import logging
 import math
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 
-from dlrover_operator.allotment import HeldPod, Host, SharedHosts, decide, hold
+from dlrover_operator.allotment import HeldPod, Host, SharedHosts, decide, hold, reclaimed
 from dlrover_operator.observed import Key, Obj
 from dlrover_operator.views import Views
+from dlrover_py.allocator import RECLAIMS
 from dlrover_py.kubernetes.client import KubeClient
 from dlrover_py.kubernetes.kinds import NODES, PODS, Kind
 from dlrover_py.protocol import names
 from dlrover_py.protocol.autoscale import NodeAllocation
+
+log = logging.getLogger("operator")
 
 REASONS_S = 10.0
 """Seconds between two writes that change only reasons."""
@@ -49,18 +54,24 @@ class Sharing:
         """The job whose reason was written last. The next portion begins after it."""
         self.again_s = math.inf
         """Seconds until the next decision if nothing changes."""
+        self._watched: dict[str, str] = {}
+        """Pools of the spot hosts with Pods of workers, by the names of the hosts."""
+        self._reclaims: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=RECLAIMS))
+        """Unix times of the last reclaims of such hosts, by pool. After a restart of the operator,
+        none are known: spot pools are open again."""
 
     async def follow(self) -> None:
         """Observe hosts and Pods until the task is canceled. Errors of the server do not end it."""
-        slot = self._shared.slot
+        shared = self._shared
         async with asyncio.TaskGroup() as tasks:
             for scope in self._scopes:
                 tasks.create_task(self._views.follow(PODS, scope, WORKERS, HeldPod.of))
-            if not self._shared.capacity:
-                selector = self._shared.selector
-                tasks.create_task(
-                    self._views.follow(NODES, "", selector, lambda obj: Host.of(obj, slot))
-                )
+            if not shared.capacity:
+
+                def host(obj: Obj) -> Host:
+                    return Host.of(obj, shared.slot, shared.pool_label)
+
+                tasks.create_task(self._views.follow(NODES, "", shared.selector, host))
 
     @property
     def ready(self) -> bool:
@@ -88,7 +99,13 @@ class Sharing:
             why = f"the hosts and Pods of the cluster cannot be observed: {why}"
             return self._in_portions(hold(jobs, now, why), now)
         hosts: list[Host] = list(self._views.all(NODES))
-        found = decide(jobs, hosts, self._views.all(PODS), self._shared, now)
+        pods: list[HeldPod] = list(self._views.all(PODS))
+        if self._shared.pool_label:
+            gone, self._watched = reclaimed(self._watched, hosts, pods, now)
+            for pool in gone:
+                self._reclaims[pool].append(now)
+                log.warning("spot_host_reclaimed", extra={"pool": pool})
+        found = decide(jobs, hosts, pods, self._shared, now, self._reclaims)
         self.again_s = min((s for h in hosts if (s := h.lost_in(now))), default=math.inf)
         return self._in_portions(found, now)
 

@@ -90,6 +90,7 @@ ALLOCATOR: Obj = {
         "enabled": True,
         "nodeSelector": {"pool": "a", "gpu": ""},
         "slot": {"g/gpu": "4", "cpu": "500m"},
+        "poolLabel": "k.sh/type",
         "holdSeconds": 20,
     },
     "watchNamespaces": ["a"],
@@ -289,7 +290,10 @@ def test_what_jobs_share_arrives() -> None:
     assert parsed({"enabled": False, "capacity": 6}) is None
     assert parsed({"enabled": True, "capacity": 6}) == SharedHosts(capacity=6)
     assert parsed(ALLOCATOR["allocator"]) == SharedHosts(
-        selector="gpu=,pool=a", slot={"g/gpu": Decimal(4), "cpu": Decimal("0.5")}, hold_s=20.0
+        selector="gpu=,pool=a",
+        slot={"g/gpu": Decimal(4), "cpu": Decimal("0.5")},
+        hold_s=20.0,
+        pool_label="k.sh/type",
     )
     (deployment,) = of_kind(rendered(ALLOCATOR), "Deployment")
     assert deployment["spec"]["strategy"] == {"type": "Recreate"}
@@ -442,6 +446,7 @@ def test_a_namespaced_install_touches_nothing_of_the_cluster() -> None:
         ({"dashboard": {"enabled": True, "port": 80}}, "port"),
         ({"topology": {"hostLabels": ["elasticjob.dlrover/name"]}}, "hostLabels"),
         ({"allocator": {"slot": {"g/gpu": "four"}}}, "slot"),
+        ({"allocator": {"poolLabel": "pool"}}, "poolLabel"),
         ({"allocator": {"enabled": True}}, "needs allocator.capacity or allocator.nodeSelector"),
         ({"allocator": {"enabled": True, "capacity": 6, "slot": {"cpu": "1"}}}, "stands alone"),
         ({"allocator": {"enabled": True, "capacity": 6}, "replicas": 2}, "needs replicas: 1"),

@@ -51,8 +51,8 @@ def says(cluster: FakeCluster, name: str, desired: int) -> None:
     cluster.put(ELASTICJOBS, held)
 
 
-def pod(cluster: FakeCluster, name: str, index: int, owner: str = "") -> None:
-    """Play a master that creates the Pod of a node."""
+def pod(cluster: FakeCluster, name: str, index: int, owner: str = "", host: str = "h") -> None:
+    """Play a master that creates the Pod of a node, and a scheduler."""
     owner = owner or (cluster.one(ELASTICJOBS, name) or {})["metadata"]["uid"]
     labels = {names.LABEL_JOB: name, names.LABEL_ROLE: names.ROLE_WORKER}
     cluster.put(
@@ -64,7 +64,7 @@ def pod(cluster: FakeCluster, name: str, index: int, owner: str = "") -> None:
                 "labels": labels,
                 "ownerReferences": [{"kind": names.KIND, "name": name, "uid": owner}],
             },
-            "spec": {"containers": [{"name": "main", "image": "i"}], "nodeName": "h"},
+            "spec": {"containers": [{"name": "main", "image": "i"}], "nodeName": host},
             "status": {"phase": "Running"},
         },
     )
@@ -134,6 +134,46 @@ async def test_hosts_are_found_by_their_labels_and_a_job_can_stay_out(bed: Bed) 
         note = {"metadata": {"annotations": {names.NOTE_ALLOCATION: "off"}}}
         await kube.patch(ELASTICJOBS, "a", note, "default")
         await until(lambda: nodes(cluster, "a") == -1, "no limit")
+
+
+async def test_minima_get_stable_hosts_and_a_pool_that_keeps_reclaiming_gets_no_more(
+    bed: Bed,
+) -> None:
+    cluster, kube = bed
+    label = "karpenter.sh/capacity-type"
+
+    def add(name: str, pool: str) -> None:
+        one = host(name)
+        one["metadata"]["labels"][label] = pool
+        cluster.put(NODES, one)
+
+    def places() -> dict[str, int]:
+        return {one["name"]: one["nodes"] for one in granted(cluster, "a").get("placements", ())}
+
+    add("s", "on-demand")
+    for index in range(3):
+        add(f"h{index}", "spot")
+    shared = SharedHosts(selector="pool=a", hold_s=0.0, pool_label=label)
+    async with operator(kube, timing=SOON, shared=shared):
+        await kube.create(ELASTICJOBS, job("a", 4, 1, spotPolicy="onDemandMin"))
+        await until(lambda: places() == {"on-demand": 1, "spot": 3}, "four nodes")
+        (_, spot) = granted(cluster, "a")["placements"]
+        assert spot["nodeSelector"] == {label: "spot"}
+        # These Pods have no pool. So the places show that the operator has seen them.
+        pod(cluster, "a", 0, host="s")
+        for index in range(3):
+            await until(lambda: nodes(cluster, "a") == 4, "four nodes")
+            pod(cluster, "a", index + 1, host=f"h{index}")
+            await until(lambda: places().get("") == 2, "two Pods")
+            cluster.remove(NODES, f"h{index}")
+            await until(lambda: nodes(cluster, "a") < 4, "the loss of a host")
+            cluster.remove(PODS, f"a-n{index + 1}")
+            await until(lambda: places().get("") == 1, "one Pod")
+            add(f"new{index}", "spot")
+        await until(lambda: nodes(cluster, "a") == 1, "the spot pool is closed")
+        assert places() == {"on-demand": 0, "": 1}
+    async with operator(kube, timing=SOON, shared=shared):
+        await until(lambda: nodes(cluster, "a") == 4, "a new operator has forgotten it")
 
 
 async def test_a_late_word_of_a_watch_does_not_undo_what_was_written(bed: Bed) -> None:

@@ -1,6 +1,7 @@
 """Jobs that share a simulated cluster: the files and the script of examples/07-two-jobs."""
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -8,9 +9,13 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from dlrover_py.protocol.status import JobStatus
-from tests.process.harness import Job, Place, eventually
+from tests.process.harness import SLEEPER, Job, Place, alive, document, eventually
+from tests.process.harness import job as running_job
 
 EXAMPLE = Path(__file__).parents[2] / "examples/07-two-jobs"
 
@@ -74,6 +79,122 @@ def test_a_job_shrinks_for_another_and_grows_when_that_has_ended(place: Place) -
         assert job.stop() == 130
     (state,) = (place.folder / "state").glob("a@*/status.json")
     assert json.loads(state.read_text())["phase"] == "Stopped"
+
+
+def sleeping(place: Place, name: str) -> Path:
+    """Write the file of a job that trains without an end."""
+    place.script(SLEEPER)
+    file = place.folder / "jobs" / f"{name}.yaml"
+    file.parent.mkdir(exist_ok=True)
+    command = ["elastic-run", str(place.folder / "train.py")]
+    file.write_text(yaml.safe_dump(document(command, name=name, replicas=2, minReplicas=1)))
+    return file
+
+
+def said(job: Job, text: str) -> bool:
+    return any(text in line for line in job.output)
+
+
+def record(place: Place) -> dict[str, Any]:
+    """Return what was recorded of the jobs, by the names of their files."""
+    found = list((place.folder / "state").glob(".shared-*.json"))
+    jobs = json.loads(found[0].read_text())["jobs"] if found else {}
+    assert isinstance(jobs, dict)
+    return jobs
+
+
+def runs_of(place: Place, name: str) -> int:
+    return len(list((place.folder / "state").glob(f"{name}@*")))
+
+
+def test_the_next_call_takes_over_the_jobs_of_one_that_was_killed(place: Place) -> None:
+    (place.folder / "jobs").mkdir()
+    shutil.copy(EXAMPLE / "train.py", place.folder)
+    put(place, "jobs/a.yaml", "jobs/a.yaml", 100_000)
+    put(place, "urgent.yaml", "jobs/urgent.yaml", 5)
+    with shared(place, "a") as job:
+        eventually(lambda: said(job, "[cluster] urgent has ended: "), "its end", within_s=120)
+        reached = step(job.until(lambda s: step(s) > 3 and s.nodes_in_round == 4, "four nodes"))
+        pid = job.snapshot().cluster_pid
+        eventually(lambda: record(place).get("urgent.yaml", {}).get("code") == 0, "its code")
+        job.process.kill()
+        job.process.wait()
+    eventually(lambda: step(job.status()) > reached, "steps while no process allots hosts")
+    put(place, "urgent.yaml", "other.yaml", 20)
+    text = (place.folder / "other.yaml").read_text()
+    (place.folder / "jobs/other.yaml").write_text(text.replace("name: urgent", "name: other"))
+    with shared(place, "other") as other:
+        assert said(other, "[cluster] a runs on; its output is in `dlrover job logs a`")
+        assert said(other, "[cluster] urgent has ended before: it is not run again")
+        eventually(lambda: job.status().nodes_in_round == 2, "two nodes", within_s=120)
+        second = place.call("dlrover", "cluster", "run", "jobs")
+        assert second.returncode == 2
+        assert "another `dlrover cluster run` runs the jobs of this folder" in second.stderr
+        eventually(lambda: said(other, "[cluster] other has ended: "), "its end", within_s=120)
+        eventually(lambda: job.status().nodes_in_round == 4, "four nodes", within_s=120)
+        assert set(job.status().restarts) <= {"scale", "join"}, "nothing has died"
+        assert job.snapshot().cluster_pid == pid, "it was not started again"
+        assert other.stop() == 130
+    assert (runs_of(place, "a"), runs_of(place, "urgent")) == (1, 1)
+    assert not record(place), "the next call begins anew"
+    (state,) = (place.folder / "state").glob("a@*/status.json")
+    assert json.loads(state.read_text())["phase"] == "Stopped"
+
+
+def test_a_job_is_not_started_twice_if_the_call_is_killed_in_its_first_moment(place: Place) -> None:
+    sleeping(place, "a")
+    argv = ("dlrover", "cluster", "run", "jobs", "--nodes", "4")
+    with (place.folder / "out").open("wb") as out:
+        first = place.popen(*argv, stdout=out, stderr=out)
+        eventually(lambda: "a.yaml" in record(place), "a record")
+        first.kill()
+        first.wait()
+    process = record(place)["a.yaml"]["process"]
+    with shared(place, "a") as job:
+        job.until(lambda s: s.nodes_in_round == 2, "two nodes")
+        # The shell that waits for the record has ended with the call, if it was still there.
+        same = job.snapshot().cluster_pid == int(process.partition("@")[0])
+        assert same is not said(job, "[cluster] a was killed")
+        assert runs_of(place, "a") == 1
+
+
+def test_a_job_whose_file_was_changed_is_neither_taken_over_nor_started_again(place: Place) -> None:
+    file, other = sleeping(place, "a"), sleeping(place, "b")
+    with shared(place, "b") as job:
+        eventually(lambda: record(place).get("a.yaml", {}).get("run"), "a run of a")
+        eventually(lambda: record(place).get("b.yaml", {}).get("run"), "a run of b")
+        job.process.kill()
+        job.process.wait()
+    pid = job.snapshot().cluster_pid
+    text = file.read_text()
+    file.write_text(text + "# changed\n")
+    done = place.call("dlrover", "cluster", "run", "jobs", "--nodes", "4")
+    assert done.returncode == 2
+    assert "jobs/a.yaml: it was changed or removed since" in done.stderr
+    assert "`dlrover job stop a`" in done.stderr
+    other.unlink()
+    file.write_text(text)
+    done = place.call("dlrover", "cluster", "run", "jobs", "--nodes", "4")
+    assert "jobs/b.yaml: it was changed or removed since" in done.stderr
+    sleeping(place, "b")
+    os.kill(int(record(place)["a.yaml"]["process"].partition("@")[0]), signal.SIGKILL)
+    eventually(lambda: not alive(int(record(place)["a.yaml"]["process"].partition("@")[0])), "end")
+    with shared(place, "a") as again:
+        eventually(lambda: record(place)["a.yaml"]["run"] and runs_of(place, "a") == 2, "a run")
+        assert said(again, "[cluster] a was killed, too: it is started again")
+        assert job.snapshot().cluster_pid == pid
+    assert (runs_of(place, "a"), runs_of(place, "b")) == (2, 1)
+
+
+def test_a_job_that_another_command_runs_is_left_alone(place: Place) -> None:
+    sleeping(place, "job")
+    with running_job(place, replicas=2, minReplicas=1) as job:
+        job.running(2)
+        done = place.call("dlrover", "cluster", "run", "jobs", "--nodes", "1")
+        assert done.returncode == 1
+        assert "stop it with `dlrover job stop job`, or choose another name" in done.stdout
+        assert job.snapshot().job.allocation is None
+        assert len(job.snapshot().hosts) == 2
 
 
 def test_files_that_cannot_be_used_are_refused_before_anything_starts(place: Place) -> None:

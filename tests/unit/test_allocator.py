@@ -135,7 +135,7 @@ def test_places_are_in_the_pools_and_minima_are_stable(
     stable = {pool.name for pool in pools if not pool.spot}
     for job in jobs:
         one = found[job.name]
-        assert sum(one.pools.values()) == one.nodes
+        assert sum(one.pools.values()) == one.nodes + (one.standbys if one.nodes else 0)
         if job.spot_policy == "onDemandMin" and one.nodes:
             assert sum(one.pools.get(name, 0) for name in stable) >= job.least
 

@@ -1,15 +1,24 @@
 """What the operator allots: never more than there is, minima first, and nothing lost by a death."""
 
 import copy
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from dlrover_operator.allotment import LOST_S, HeldPod, Host, SharedHosts, decide, takes_part
+from dlrover_operator.allotment import (
+    LOST_S,
+    HeldPod,
+    Host,
+    SharedHosts,
+    decide,
+    reclaimed,
+    takes_part,
+)
 from dlrover_operator.observed import Key
 from dlrover_operator.settings import Settings
 from dlrover_py.protocol import names
@@ -24,7 +33,8 @@ Obj = dict[str, Any]
 
 
 def job(name: str, most: int, least: int, *, age_s: float = 0.0, **spec: Any) -> Obj:
-    worker = {k: spec.pop(k) for k in ("priority", "standbyReplicas", "nodeUnit") if k in spec}
+    of_workers = ("priority", "standbyReplicas", "nodeUnit", "spotPolicy")
+    worker = {k: spec.pop(k) for k in of_workers if k in spec}
     document = job_file(most, minReplicas=least, **worker)
     created = rfc3339(NOW - age_s)
     document["metadata"] = {"name": name, "namespace": "default", "uid": f"u-{name}"}
@@ -458,6 +468,169 @@ DELETED["metadata"]["deletionTimestamp"] = rfc3339(NOW)
 UNREADABLE = job("x", 9, 10) | {"status": {"training": {"phase": "Running", "desired": 100}}}
 
 
+# --- Pools ---
+
+POOLED = SharedHosts(pool_label="k.sh/type")
+
+
+@dataclass
+class Pools:
+    """Jobs on stable and spot hosts, whose masters create and end Pods as they are placed."""
+
+    hosts: list[Host]
+    jobs: dict[str, Obj]
+    pods: list[HeldPod] = field(default_factory=list)
+    now: float = NOW
+    reclaims: dict[str, list[float]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, stable: int, spot: int, *jobs: Obj) -> "Pools":
+        hosts = [Host(f"a{n}", 1, True, pool="stable") for n in range(stable)]
+        hosts += [Host(f"b{n}", 1, True, pool="cheap", spot=True) for n in range(spot)]
+        return cls(hosts, {one["metadata"]["name"]: one for one in jobs})
+
+    def allocation(self, name: str) -> NodeAllocation:
+        return NodeAllocation.model_validate(self.jobs[name]["status"]["allocation"])
+
+    def placed(self, name: str) -> Counter[str]:
+        """Return the Pods of a job, by pool."""
+        pools = {host.name: host.pool for host in self.hosts}
+        return Counter(pools[pod.host] for pod in self.pods if pod.job[1] == f"u-{name}")
+
+    def step(self) -> bool:
+        """Decide, and have the masters follow; return whether something has changed."""
+        self.now += 400.0
+        writes = decide(self.jobs.values(), self.hosts, self.pods, POOLED, self.now, self.reclaims)
+        for (_, name), one in writes.items():
+            self.jobs[name].setdefault("status", {})["allocation"] = one.model_dump(by_alias=True)
+        before = list(self.pods)
+        places = {name: self.allocation(name).placements for name in self.jobs}
+        for name, obj in self.jobs.items():
+            uid, nodes = ("default", f"u-{name}"), self.allocation(name).nodes
+            wanted = {place.name: place.nodes for place in places[name]}
+            for pod in [pod for pod in self.pods if pod.job == uid]:
+                wanted[pod.placement] = wanted.get(pod.placement, 0) - 1
+                if wanted[pod.placement] < 0 or not nodes:
+                    self.pods.remove(pod)
+            obj["status"]["training"] = {"phase": "Running", "desired": nodes}
+        for name in self.jobs:
+            uid, nodes = ("default", f"u-{name}"), self.allocation(name).nodes
+            here = Counter(pod.placement for pod in self.pods if pod.job == uid)
+            for place in places[name]:
+                taken = {pod.host for pod in self.pods}
+                free = [h for h in self.hosts if h.pool == place.name and h.name not in taken]
+                missing = place.nodes * (nodes > 0) - here[place.name]
+                for host in free[: max(0, missing)]:
+                    self.pods.append(HeldPod(uid, host.name, True, placement=place.name))
+        return bool(writes) or before != self.pods
+
+    def settle(self) -> None:
+        for _ in range(40):
+            if not self.step():
+                return
+        raise AssertionError(f"still moving: {self.jobs}")
+
+
+@st.composite
+def pooled(draw: st.DrawFn) -> Pools:
+    jobs = []
+    for index in range(draw(st.integers(1, 4))):
+        least = draw(st.integers(1, 3))
+        more: Obj = {"spotPolicy": "onDemandMin"} if draw(st.booleans()) else {}
+        more |= {"standbyReplicas": 1} if draw(st.integers(0, 3)) == 3 else {}
+        most = least + draw(st.integers(0, 4))
+        jobs.append(job(f"j{index}", most, least, priority=str(index % 2), **more))
+    return Pools.of(draw(st.integers(0, 5)), draw(st.integers(0, 5)), *jobs)
+
+
+@settings(max_examples=60, deadline=None)
+@given(pooled(), st.data())
+def test_the_minimum_is_on_stable_hosts_and_each_pod_finds_its_host(
+    world: Pools, data: st.DataObject
+) -> None:
+    assume(world.hosts)
+    late = data.draw(st.sets(st.sampled_from(sorted(world.jobs))))
+    arriving = {name: world.jobs.pop(name) for name in late}
+    world.settle()
+    world.jobs |= arriving
+    world.settle()
+    given = Counter[str]()
+    for name, obj in world.jobs.items():
+        one, worker = world.allocation(name), obj["spec"]["replicaSpecs"]["worker"]
+        standbys = worker.get("standbyReplicas", 0) if one.standbys is None else one.standbys
+        pods = one.nodes + standbys if one.nodes else 0
+        assert world.placed(name).total() == pods
+        assert sum(place.nodes for place in one.placements) == pods
+        given += Counter({place.name: place.nodes for place in one.placements})
+        if one.nodes and worker.get("spotPolicy"):
+            assert world.placed(name)["stable"] >= worker["minReplicas"]
+            assert one.placements[0].name == "stable", "a master fills the first place first"
+    assert given <= Counter(host.pool for host in world.hosts)
+
+
+def test_nodes_are_placed_by_the_label_of_their_pool() -> None:
+    world = Pools.of(2, 3, job("a", 5, 2, spotPolicy="onDemandMin"))
+    world.settle()
+    stable, spot = world.allocation("a").placements
+    assert (stable.name, stable.nodes, stable.node_selector) == (
+        "stable",
+        2,
+        {"k.sh/type": "stable"},
+    )
+    assert (spot.name, spot.nodes, spot.node_selector) == ("cheap", 3, {"k.sh/type": "cheap"})
+
+
+def test_no_job_starts_whose_minimum_has_no_stable_hosts() -> None:
+    world = Pools.of(1, 5, job("a", 5, 2, spotPolicy="onDemandMin"), job("b", 2, 2))
+    world.settle()
+    assert world.allocation("a").reason == ("held back: it needs 2 nodes, and the cluster has 1")
+    assert world.placed("b") == {"cheap": 2}, "stable hosts are left to those that need them"
+
+
+def test_a_pool_that_keeps_reclaiming_gets_no_further_nodes() -> None:
+    world = Pools.of(2, 3, job("a", 5, 2, spotPolicy="onDemandMin"))
+    world.settle()
+    for host in ("b0", "b1"):
+        world.hosts = [one for one in world.hosts if one.name != host]
+        world.pods = [pod for pod in world.pods if pod.host != host]
+    world.hosts += [Host(f"b{n}", 1, True, pool="cheap", spot=True) for n in (8, 9)]
+    world.reclaims = {"cheap": [world.now + 3000] * 3}
+    world.settle()
+    assert world.placed("a") == {"stable": 2, "cheap": 1}, "what is there stays"
+    world.reclaims = {}
+    world.settle()
+    assert world.placed("a") == {"stable": 2, "cheap": 3}
+
+
+def test_pods_from_before_there_were_pools_stay_where_they_are() -> None:
+    world = Pools.of(2, 2, job("a", 4, 2, spotPolicy="onDemandMin"))
+    world.pods = [HeldPod(("default", "u-a"), host, True) for host in ("a0", "a1", "b0", "b1")]
+    world.jobs["a"]["status"] = {"allocation": {"nodes": 4}}
+    before = list(world.pods)
+    world.settle()
+    assert world.pods == before
+    assert [(p.name, p.nodes) for p in world.allocation("a").placements] == [
+        ("stable", 0), ("cheap", 0), ("", 4)
+    ]  # fmt: skip
+    del world.pods[0]
+    world.settle()
+    assert [pod.placement for pod in world.pods] == ["", "", "", "stable"]
+
+
+def test_a_spot_host_with_pods_that_takes_no_more_is_reclaimed_once() -> None:
+    world = Pools.of(1, 3, job("a", 3, 1))
+    world.settle()
+    gone, watched = reclaimed({}, world.hosts, world.pods, NOW)
+    assert (gone, watched) == ([], dict.fromkeys(("b0", "b1", "b2"), "cheap"))
+    late = [replace(h, open=False, lost_at=NOW) if h.name == "b0" else h for h in world.hosts]
+    assert reclaimed(watched, late, world.pods, NOW) == ([], watched), "it may come back"
+    gone, after = reclaimed(watched, late, world.pods, NOW + 60)
+    assert (gone, after) == (["cheap"], dict.fromkeys(("b1", "b2"), "cheap"))
+    assert reclaimed(after, late, world.pods, NOW + 70) == ([], after)
+    gone, _ = reclaimed(after, world.hosts[:1], (), NOW)
+    assert gone == ["cheap", "cheap"]
+
+
 @pytest.mark.parametrize(
     "shared", [SharedHosts(), SharedHosts(capacity=4)], ids=["hosts", "number"]
 )
@@ -573,6 +746,16 @@ def test_hosts_count_by_what_is_allocatable() -> None:
     hosts = [Host.of(obj, shared.slot) for obj in nodes]
     assert [host.slots for host in hosts] == [2, 1, 0, 2, 2]
     assert [Host.of(obj, {}).slots for obj in nodes] == [1, 1, 1, 1, 1]
+    noticed = node("f")
+    noticed["spec"] = {"taints": [{"key": "karpenter.sh/disrupted", "effect": "NoSchedule"}]}
+    assert not Host.of(noticed, {}).usable(NOW), "it is about to be taken away"
+    noticed["spec"] = {"taints": [{"key": "gpu", "effect": "NoSchedule"}]}
+    assert Host.of(noticed, {}).open
+    labels = {"k.sh/type": "cheap", "cloud.google.com/gke-spot": "true"}
+    noticed["metadata"]["labels"] = labels
+    pooled = Host.of(noticed, {}, "k.sh/type")
+    assert (pooled.pool, pooled.spot, pooled.slots) == ("cheap", True, 1)
+    assert Host.of(noticed, {}, "k.sh/other").slots == 0
     assert decide([job("a", 9, 1)], hosts, (), shared, NOW)["default", "a"].nodes == 3
     a = "default", "u-a"
     pods = [HeldPod(a, host, True) for host in ("a", "e", "")] + [HeldPod(a, "e", False)]
@@ -610,8 +793,17 @@ def test_the_command_line_says_what_is_shared() -> None:
     assert Settings.parse([image, *hosts]).shared == wanted
     with pytest.raises(ConfigError, match="expected one of them, found both"):
         Settings.parse([image, "--allocator-capacity=6", "--allocator-nodes=a"])
+    pooled = Settings.parse([image, hosts[0], "--allocator-pools=k.sh/type"]).shared
+    assert pooled == SharedHosts(selector="a=b", pool_label="k.sh/type")
+    with pytest.raises(ConfigError, match="--allocator-pools needs --allocator-nodes"):
+        Settings.parse([image, "--allocator-capacity=6", "--allocator-pools=k.sh/type"])
     with pytest.raises(ConfigError, match="--allocator-slot needs --allocator-nodes"):
         Settings.parse([image, "--allocator-capacity=6", "--allocator-slot=cpu=1"])
-    for wrong in ("--allocator-slot=8", "--allocator-slot=cpu=0", "--allocator-capacity=-1"):
+    for wrong in (
+        "--allocator-pools=pool",
+        "--allocator-slot=8",
+        "--allocator-slot=cpu=0",
+        "--allocator-capacity=-1",
+    ):
         with pytest.raises(SystemExit):
             Settings.parse([image, wrong])

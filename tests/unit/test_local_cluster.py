@@ -20,6 +20,7 @@ from dlrover_py.cli.local_jobs import (
 )
 from dlrover_py.cli.settings import Settings
 from dlrover_py.cli.shared import SharedCluster
+from dlrover_py.cli.shared_record import Record, StartedJob, digest
 from dlrover_py.localcluster.cluster import (
     OUTPUT_TAIL,
     JobPaths,
@@ -27,6 +28,8 @@ from dlrover_py.localcluster.cluster import (
     _tail,
     host_shortage,
 )
+from dlrover_py.process.identity import ProcessId
+from dlrover_py.protocol.autoscale import NodeAllocation
 from dlrover_py.protocol.errors import ConfigError, DLRoverError, FileLimitError, UnreachableError
 from dlrover_py.protocol.names import STATUS_FILE
 from tests.builders import elastic_job
@@ -184,3 +187,67 @@ def test_jobs_that_share_hosts_are_regular_files(tmp_path: Path) -> None:
     (tmp_path / "e.yaml").symlink_to("/dev/zero")
     shared = SharedCluster(tmp_path, Settings(tmp_path, tmp_path, {}), 1)
     assert [path.name for path in shared.files()] == ["a.yaml", "b.yaml"]
+
+
+def test_one_call_at_a_time_has_the_jobs_of_a_folder(tmp_path: Path) -> None:
+    first, second, other = (Record(tmp_path / n, tmp_path / "state") for n in ("a", "a/../a", "b"))
+    match = "another `dlrover cluster run`"
+    with first.locked(), other.locked(), pytest.raises(ConfigError, match=match):
+        second.locked().__enter__()
+    with second.locked():
+        assert second.read() == ({}, True)
+
+
+@pytest.mark.parametrize("text", ["", "[", "{}", '{"boot": "b", "jobs": {"a.yaml": {}}}'])
+def test_a_damaged_record_is_refused(tmp_path: Path, text: str) -> None:
+    record = Record(tmp_path / "jobs", tmp_path)
+    record.path.write_text(text)
+    record.path.chmod(0o600)
+    with pytest.raises(ConfigError, match="it is damaged, or of another release"):
+        record.read()
+
+
+def recorded(folder: Path, process: ProcessId) -> SharedCluster:
+    """Return a cluster whose record has a job with this process."""
+    settings = Settings(folder / "run", folder / "state", {})
+    cluster = SharedCluster(folder / "jobs", settings, 2)
+    cluster.folder.mkdir()
+    (cluster.folder / "a.yaml").write_text("a")
+    one = StartedJob(
+        job=elastic_job(2),
+        content=digest(cluster.folder / "a.yaml"),
+        process=str(process),
+        queued_at=1.0,
+        granted=NodeAllocation(nodes=2),
+    )
+    with cluster.record.locked():
+        cluster.record.write({"a.yaml": one})
+    return cluster
+
+
+def test_a_later_process_with_the_same_number_is_not_taken_over(tmp_path: Path) -> None:
+    own = ProcessId.of(os.getpid())
+    cluster = recorded(tmp_path, own._replace(started=own.started - 1))
+    cluster.carry_on()
+    assert not cluster.jobs
+    assert [file.name for file in cluster.files()] == ["a.yaml"]
+
+
+def test_a_job_that_runs_is_taken_over_at_once_with_the_hosts_that_it_may_have(
+    tmp_path: Path,
+) -> None:
+    cluster = recorded(tmp_path, ProcessId.of(os.getpid()))
+    cluster.carry_on()
+    (job,) = cluster.jobs.values()
+    assert job.granted == NodeAllocation(nodes=2)
+    assert job.demand().granted == 2
+    assert not cluster.files(), "it is not started again"
+
+
+def test_no_job_is_taken_over_through_a_folder_of_another_user(tmp_path: Path) -> None:
+    cluster = recorded(tmp_path, ProcessId.of(os.getpid()))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run").chmod(0o777)
+    with pytest.raises(ConfigError, match="others can write to it"):
+        cluster.carry_on()
+    assert not cluster.jobs

@@ -6,6 +6,7 @@ from dlrover_py.master.core.events import NodeEnded, NodeSeen, Rules
 from dlrover_py.master.core.rendezvous import CandidateNode, arrange
 from dlrover_py.master.core.spot import RECLAIMS, WITHIN_S
 from dlrover_py.master.platform.kubernetes.pods import PodContext, pod
+from dlrover_py.protocol.autoscale import NodeAllocation, PodPlace
 from dlrover_py.protocol.hosts import SPOT_LABELS
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import LABEL_QUEUE, NodeId
@@ -26,6 +27,9 @@ def reclaim(bench: Bench, node: str) -> None:
     bench.agent(node).ended = True
     bench.step(NodeEnded(NodeId(node), "was taken away", free=True))
     bench.settle()
+
+
+PLACED = NodeAllocation(nodes=3, placements=[PodPlace(name="spot", nodes=3)])
 
 
 def on_spot(bench: Bench) -> str:
@@ -53,6 +57,7 @@ def test_without_the_policy_or_its_platform_nothing_is_stable() -> None:
         (elastic_job(3, 2), Rules()),
         (elastic_job(3, 2, **POLICY), Rules(avoids_hosts=False)),
         (ElasticJob.parse(queued), Rules()),
+        (elastic_job(3, 2, **POLICY).allocated(PLACED), Rules()),
     ):
         bench = running(job, rules)
         assert not stable(bench)

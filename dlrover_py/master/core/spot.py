@@ -85,7 +85,9 @@ class SpotHosts:
     def _applies(self) -> bool:
         """Whether the job has the policy, and its platform can follow it.
 
-        In a queue of Kueue, its flavors say which hosts a node may have.
+        In a queue of Kueue, its flavors say which hosts a node may have. Otherwise the allocator
+        says it, if it knows pools of hosts.
         """
         spec, rules = self.live.spec, self.live.rules
-        return spec.worker.spot_policy != "any" and rules.avoids_hosts and not spec.in_queue
+        placed = spec.in_queue or bool(spec.allocation and spec.allocation.placements)
+        return spec.worker.spot_policy != "any" and rules.avoids_hosts and not placed
