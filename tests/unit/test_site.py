@@ -8,17 +8,20 @@ import re
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import click
 import pytest
 
 from dlrover_agent import flags
+from dlrover_py import client, ps, trainer
 from dlrover_py.cli.commands import root
 from dlrover_py.localcluster import cluster
 from dlrover_py.master import server as master_server
 from dlrover_py.protocol import agents, status, transfer, versions
 from dlrover_py.protocol.errors import ExitCode
+from dlrover_py.trainer import data
 from scripts import docs_hooks, protocol_page, reference
 
 ROOT = Path(__file__).parents[2]
@@ -58,6 +61,22 @@ def test_a_field_that_is_nested_is_in_the_reference_with_its_path() -> None:
 def test_a_cell_stays_one_cell_and_its_text_no_tag() -> None:
     (_, _, line) = reference.table(("a", "b"), [("x|<y>\n`<z>`", "")])
     assert line == "| x\\|&lt;y> `<z>` | |"
+
+
+def missing_names(package: ModuleType, page: str) -> set[str]:
+    """Public names of a package for which a page has no entry."""
+    public = getattr(package, "__all__", None)
+    if public is None:
+        public = [name for name in vars(package) if not name.startswith("_")]
+    return {f"{package.__name__}.{name}" for name in public} - {
+        *re.findall(r"^::: (\S+)$", page, re.MULTILINE)
+    }
+
+
+@pytest.mark.parametrize("package", [client, data, ps, trainer], ids=lambda one: one.__name__)
+def test_each_public_name_is_on_the_page_of_the_python_api(package: ModuleType) -> None:
+    assert missing_names(package, "") != set()
+    assert missing_names(package, (DOCS / "reference/python.md").read_text()) == set()
 
 
 # --- processes and messages ---
