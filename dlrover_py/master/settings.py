@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, NamedTuple, Self
 
 from pydantic import Field, ValidationError
@@ -46,9 +45,8 @@ class Settings(Timing):
     progress_s: Seconds = PROGRESS_S
     """On Kubernetes, the shortest time between two statuses that differ only in progress. The
     operator sets more where there are many jobs."""
-    token_file: Path | None = None
-    state_dir: Path | None = None
     log_level: str = "INFO"
+    """Lowest level that the master logs, such as ``DEBUG`` or ``WARNING``."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Self:

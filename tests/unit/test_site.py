@@ -45,6 +45,12 @@ def test_each_setting_and_exit_code_of_the_reference_exists() -> None:
     assert set(reference.MEANINGS) == {one.name for one in ExitCode}
 
 
+def test_each_setting_has_a_meaning() -> None:
+    rows = re.findall(r"^\| `\w+` \|.*$", reference.settings(), re.MULTILINE)
+    assert len(rows) > 50
+    assert [row for row in rows if row.endswith("| |")] == []
+
+
 def test_a_field_that_is_nested_is_in_the_reference_with_its_path() -> None:
     schema = {
         "required": ["a"],
