@@ -25,6 +25,7 @@ from safetensors.numpy import load_file
 
 from dlrover_py.checkpoint.directory import CheckpointDirectory, DirectoryOwner
 from dlrover_py.cli.checkpoints import ckpt
+from dlrover_py.cli.commands import root
 from dlrover_py.cli.ps import ps as ps_command
 from dlrover_py.protocol.errors import CheckpointError, ConfigError, SupersededError
 from dlrover_py.protocol.manifest import TABLES_KEY, Manifest, WrittenChunk
@@ -503,7 +504,7 @@ def test_rows_are_exported(saved: tuple[Path, list[list[Any]]], tmp_path: Path, 
     precious.write_text("precious")
     # Another user may have put a link here, if all can write to the folder.
     (tmp_path / f".tables{end}.part").symlink_to(precious)
-    result = CliRunner().invoke(ps_command, ["export", str(cuts), "--to", str(out)])
+    result = CliRunner().invoke(root, ["ps", "export", str(cuts), "--to", str(out)])
     assert result.exception is None, result
     assert "209 rows of 3 tables, step 2" in result.output
     if end == ".parquet":
