@@ -4,8 +4,9 @@
 of date. ``make docs-reference`` calls the first, a test the second.
 
 Sources: the CRD of the chart, the parser of ``elastic-run``, the commands of ``dlrover``, the
-settings of the programs, the exit codes of ``protocol/errors.py``, the conditions and events of
-``protocol/reasons.py``, and the messages of ``protocol/`` (:mod:`scripts.protocol_page`).
+settings of the programs, the exit codes and exceptions of ``protocol/errors.py``, the conditions
+and events of ``protocol/reasons.py``, and the messages of ``protocol/``
+(:mod:`scripts.protocol_page`).
 """
 
 import argparse
@@ -403,6 +404,48 @@ def exit_codes() -> str:
     return page("Exit codes", intro, *parts)
 
 
+# --- exceptions ---
+
+
+def exceptions() -> Iterator[tuple[str, type[Exception]]]:
+    """Yield the exceptions that a program may catch, each with its public module."""
+    from dlrover_py import ps
+    from dlrover_py.kubernetes.errors import KubeError
+    from dlrover_py.protocol import errors
+    from dlrover_py.trainer import data
+
+    for one in vars(errors).values():
+        if isinstance(one, type) and issubclass(one, errors.DLRoverError):
+            yield errors.__name__, one
+    yield KubeError.__module__, KubeError
+    yield ps.__name__, ps.DataLossError
+    yield data.__name__, data.ShardUnreadableError
+
+
+def exception_row(module: str, one: type[Exception]) -> Row:
+    """Return name, base class, exit code, meaning, and what to do, from the docstring."""
+    said, _, advice = _plain(inspect.getdoc(one) or "").partition("\n\nWhat to do: ")
+    exit_code = getattr(one, "exit_code", None)
+    return (
+        code(f"{module}.{one.__name__}"),
+        code(one.__bases__[0].__name__),
+        "" if exit_code is None else code(str(int(exit_code))),
+        said,
+        advice[:1].upper() + advice[1:],
+    )
+
+
+def errors() -> str:
+    """Return the page docs/reference/errors.md."""
+    head = ("exception", "is also", "exit code", "meaning", "what to do")
+    intro = """
+        The exceptions that a script, a program or a notebook may catch. Each message says what was
+        expected, what was found and what to do. A program of ours that ends with one has its
+        [exit code](exit-codes.md).
+    """
+    return page("Exceptions", intro, table(head, (exception_row(*one) for one in exceptions())))
+
+
 # --- conditions and events ---
 
 
@@ -528,6 +571,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "dlrover.md": dlrover,
     "settings.md": settings,
     "exit-codes.md": exit_codes,
+    "errors.md": errors,
     "conditions.md": conditions,
     "events.md": events,
     "protocol.md": protocol,

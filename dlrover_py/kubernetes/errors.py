@@ -17,7 +17,10 @@ from dlrover_py.protocol.errors import (
 
 
 class KubeError(DLRoverError):
-    """A refusal of the API server, with its message."""
+    """A refusal of the API server, with its message.
+
+    What to do: follow the message. Its subclasses tell the reasons apart.
+    """
 
     def __init__(self, message: str, *, status: int = 0, reason: str = "") -> None:
         """Keep the message and the codes of a refusal.

@@ -47,31 +47,47 @@ class ErrorCode(StrEnum):
 
 
 class DLRoverError(Exception):
-    """Base class of all errors of DLRover-Py."""
+    """Base class of all errors of DLRover-Py.
+
+    What to do: catch it to catch all of them. The message says what to do.
+    """
 
     exit_code = ExitCode.FAILED
     """The exit code of a program that ends with this error."""
 
 
 class ConfigError(DLRoverError):
-    """An input of the user cannot be used. Nothing was changed."""
+    """An input of the user cannot be used. Nothing was changed.
+
+    What to do: correct the file, flag, argument or variable that the message names.
+    """
 
     exit_code = ExitCode.USAGE
 
 
 class UnsupportedError(ConfigError):
-    """A job that DLRover runs and that DLRover-Py does not run yet."""
+    """A job that DLRover runs and that DLRover-Py does not run yet.
+
+    What to do: change what the message names, or run this job with DLRover.
+    """
 
 
 class TransientError(DLRoverError):
-    """The same call may succeed later."""
+    """The same call may succeed later.
+
+    What to do: repeat the call, not before its ``retry_after`` seconds have passed.
+    """
 
     retry_after: float = 0.0
     """Seconds for which the server asked the caller not to repeat the call."""
 
 
 class UnreachableError(TransientError):
-    """The address did not answer before the deadline."""
+    """The address did not answer before the deadline.
+
+    What to do: see whether the program at the address runs and this machine reaches it; repeat the
+    call.
+    """
 
     exit_code = ExitCode.UNREACHABLE
 
@@ -81,7 +97,10 @@ USUAL_FILES = 256
 
 
 class FileLimitError(TransientError):
-    """This process has as many open files as its limit (``ulimit -n``) allows."""
+    """This process has as many open files as its limit (``ulimit -n``) allows.
+
+    What to do: raise the limit to what the message says.
+    """
 
     def __init__(self, message: str) -> None:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -92,23 +111,36 @@ class FileLimitError(TransientError):
 
 
 class SupersededError(DLRoverError):
-    """A newer term, round or incarnation exists: the caller must stop, and must not retry."""
+    """A newer term, round or incarnation exists: the caller must stop, and must not retry.
+
+    What to do: nothing. The newer program goes on with the work.
+    """
 
     exit_code = ExitCode.SUPERSEDED
 
 
 class UnauthorizedError(DLRoverError):
-    """The token was refused, or the certificate of the peer cannot be verified."""
+    """The token was refused, or the certificate of the peer cannot be verified.
+
+    What to do: take the token file and the certificate of this job, or the kubeconfig of this
+    cluster.
+    """
 
     exit_code = ExitCode.UNREACHABLE
 
 
 class CheckpointError(DLRoverError):
-    """A checkpoint that exists could not be read completely."""
+    """A checkpoint that exists could not be read completely.
+
+    What to do: follow the message. ``dlrover ckpt verify`` finds what is damaged.
+    """
 
 
 class InvariantError(DLRoverError):
-    """An invariant of DLRover-Py does not hold: this is a bug."""
+    """An invariant of DLRover-Py does not hold: this is a bug.
+
+    What to do: report it with the log.
+    """
 
     exit_code = ExitCode.BUG
 

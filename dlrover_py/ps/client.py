@@ -53,7 +53,10 @@ _LOST = (
 
 
 class DataLossError(DLRoverError):
-    """All copies of a bucket died: rows of acknowledged pushes are gone."""
+    """All copies of a bucket died: rows of acknowledged pushes are gone.
+
+    What to do: go back to the last cut with ``ps.restore()``. Until then all calls fail.
+    """
 
 
 def _running() -> "Future[Any]":

@@ -51,6 +51,12 @@ def test_each_setting_has_a_meaning() -> None:
     assert [row for row in rows if row.endswith("| |")] == []
 
 
+def test_each_exception_has_a_meaning_and_an_advice() -> None:
+    rows = [reference.exception_row(*one) for one in reference.exceptions()]
+    assert len(rows) > 10
+    assert [row[0] for row in rows if not row[3] or not row[4]] == []
+
+
 def test_a_field_that_is_nested_is_in_the_reference_with_its_path() -> None:
     schema = {
         "required": ["a"],

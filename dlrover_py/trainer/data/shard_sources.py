@@ -18,7 +18,10 @@ _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 
 
 class ShardUnreadableError(Exception):
-    """A shard is gone, or was cut, since the dataset was first used."""
+    """A shard is gone, or was cut, since the dataset was first used.
+
+    What to do: raise it in a source of your own. The shard then goes to quarantine.
+    """
 
 
 class ShardSource(Protocol):
