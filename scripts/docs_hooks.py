@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 _CODE = re.compile(r"```.*?^ *```|`[^`\n]*\]\([^`\n]*`", re.DOTALL | re.MULTILINE)
+_ROLE = re.compile(r":\w+:<code>(?:~[\w.]+\.)?([^<]*)</code>")
 _CELL = re.compile(r"<td[^>]*>.*?</td>", re.DOTALL)
 _LOADED = re.compile(
     r"<(?:script|img|iframe|source|video|audio|embed|object|link)\b[^>]*?"
@@ -41,7 +42,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Write a bar in code in a table cell as a bar; the pages escape it, as GitHub needs it."""
+    """Write a bar in code in a table cell as a bar; the pages escape it, as GitHub needs it.
+
+    A reference of a docstring, ``:class:`` before code, becomes its name.
+    """
+    html = _ROLE.sub(r"<code>\1</code>", html)
     return _CELL.sub(lambda cell: cell[0].replace("\\|", "|"), html)
 
 

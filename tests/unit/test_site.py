@@ -183,6 +183,12 @@ def test_links_out_of_docs_become_text(folder: str, text: str, becomes: str) -> 
     assert docs_hooks.outside_links_as_text(text, folder) == becomes
 
 
+def test_references_of_docstrings_become_names() -> None:
+    html = "See :class:<code>~a.b.C</code> and :meth:<code>d.e</code>: <code>f</code>"
+    shown = "See <code>C</code> and <code>d.e</code>: <code>f</code>"
+    assert docs_hooks.on_page_content(html) == shown
+
+
 @pytest.mark.parametrize(
     ("heading", "anchor"),
     [
