@@ -408,6 +408,12 @@ def test_words_of_a_command_that_a_test_must_have() -> None:
     assert essential("helm test dlrover --namespace x") == {"helm", "test", "-n"}
 
 
+def test_words_of_a_docstring_or_a_comment_do_not_count(tmp_path: Path) -> None:
+    test = tmp_path / "test_it.py"
+    test.write_text('"""What make dist does."""\ncall("make", "-n", "--out=x")  # not dist\n')
+    assert said(test) == {"make", "-n", "--out", "x"}
+
+
 def test_each_command_of_the_docs_is_run_by_a_test_or_marked() -> None:
     exists, known = {one.text for one in commands()}, listed()
     read = {one.text for program in ("dlrover", "elastic-run") for one in parsed(program)}
