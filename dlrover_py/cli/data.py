@@ -1,6 +1,7 @@
 """``dlrover data …``: check which samples a training has trained."""
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -37,13 +38,17 @@ def ledger_of(job: JobView) -> Path:
     if last is not None and last.folder:
         folders[last.folder.rpartition("/")[0]] = "the folder of its newest stored checkpoint"
     if given := _directory(job.document):
-        folders.setdefault(address(given), "its spec.checkpoint.dir")
+        try:
+            folders.setdefault(address(given), "its spec.checkpoint.dir")
+        except ConfigError:
+            if not folders:
+                raise
     missed = []
     for folder, what in folders.items():
         place = Path(folder) / "ledger"
         if "://" in folder:
             missed.append(f"  {folder}, {what}: a ledger is in a folder, not behind an address")
-        elif place.is_dir():
+        elif os.path.isdir(place):  # False also if another user's folder hides it
             return place
         else:
             missed.append(f"  {place}, in {what}: it is not there, or not readable")

@@ -13,6 +13,7 @@ not the key: so it opens doors only, and each message still needs its own proof
 import contextlib
 import hashlib
 import hmac
+import itertools
 import logging
 import socket as sockets
 import struct
@@ -139,8 +140,15 @@ class Line:
 
     def close(self) -> None:
         """End the connection."""
+        # First the events: ZeroMQ waits for ever to pass one on once nobody can read it, and all
+        # connections of the context wait with it.
+        self.socket.monitor(None, 0)
         self.socket.close()
         self._events.close()
+
+
+_numbers = itertools.count()
+"""Numbers of the addresses for events. One is not used again: ZeroMQ frees it some time later."""
 
 
 def _monitor(context: "zmq.Context[Any]", socket: Any, events: int) -> Any:
@@ -151,7 +159,7 @@ def _monitor(context: "zmq.Context[Any]", socket: Any, events: int) -> Any:
         socket: The other socket.
         events: The events.
     """
-    address = f"inproc://events-of-{socket.fileno()}"
+    address = f"inproc://events-{next(_numbers)}"
     socket.monitor(address, events)
     found = context.socket(zmq.PAIR)
     found.linger = 0

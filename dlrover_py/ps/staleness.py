@@ -6,8 +6,9 @@ from dlrover_py.ps.bucket_state import BucketState
 
 CLASSES = 8
 """Classes of staleness: 0, 1, 2 to 3, 4 to 7 and so on. The last one has no upper limit."""
-MAX_READERS = 4096
-"""Connections whose pulls are known. Those that pulled least recently are forgotten."""
+MAX_SEEN = 1 << 18
+"""Buckets that are known of all connections together: some 25 MB. The connections that pulled least
+recently are forgotten."""
 
 
 class Staleness:
@@ -18,8 +19,13 @@ class Staleness:
     pushes seem fresher.
     """
 
-    def __init__(self) -> None:
-        """Start without pushes."""
+    def __init__(self, max_seen: int = MAX_SEEN) -> None:
+        """Start without pushes.
+
+        Args:
+            max_seen: Buckets that are known of all connections together, at most.
+        """
+        self._max_seen, self._seen = max_seen, 0
         self._counts = [0] * CLASSES
         self._read: dict[bytes, dict[int, int]] = {}
         """The version of each bucket that a connection has seen, plus its own pushes since."""
@@ -34,9 +40,11 @@ class Staleness:
         """
         seen = self._read.pop(route, {})
         self._read[route] = seen  # the newest one is the last one
+        self._seen -= len(seen)
         seen.update((bucket, states[bucket].version) for bucket in buckets)
-        if len(self._read) > MAX_READERS:
-            del self._read[next(iter(self._read))]
+        self._seen += len(seen)
+        while self._seen > self._max_seen and len(self._read) > 1:
+            self._seen -= len(self._read.pop(next(iter(self._read))))
 
     def pushed(self, route: bytes, buckets: Iterable[int], states: Sequence[BucketState]) -> None:
         """Count a push just before it is applied. One without a pull is not counted.

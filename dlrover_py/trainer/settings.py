@@ -75,7 +75,7 @@ class Settings:
     @property
     def rejected(self) -> list[Rejection]:
         """Which checkpoints of the job have wrong values."""
-        return [Rejection(**one) for one in self.checkpoint.get("rejected", ())]
+        return [Rejection(round=r, good=good) for r, good in self.checkpoint.get("rejected", ())]
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Self:

@@ -144,3 +144,20 @@ def test_a_worker_outlives_a_foreign_program_between_two_coordinators(
         server.stop()
         thread.join()
         server.close()
+
+
+@pytest.mark.timeout(120)
+def test_a_line_that_is_closed_stops_no_other_connection(tmp_path: Path) -> None:
+    """ZeroMQ passes on events of a dead address all the time, also while the line is closed."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as gone:
+        dead = f"tcp://127.0.0.1:{gone.getsockname()[1]}"
+    with zmq.Context() as context:
+        for _ in range(300):
+            door.Line(context, dead, OTHER_JOB).close()
+        one, other = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+        with closing(one), closing(other):
+            port = one.bind_to_random_port("tcp://127.0.0.1")
+            other.connect(f"tcp://127.0.0.1:{port}")
+            one.send(b"still there")
+            assert other.poll(20_000), "the thread for all connections stands still"
+            assert other.recv() == b"still there"

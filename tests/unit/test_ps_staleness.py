@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from dlrover_py.protocol.status import STALENESS
 from dlrover_py.ps.bucket_state import BucketState
-from dlrover_py.ps.staleness import CLASSES, MAX_READERS, Staleness
+from dlrover_py.ps.staleness import CLASSES, Staleness
 
 BUCKETS = st.sets(st.integers(0, 2), min_size=1)
 STEPS = st.lists(st.tuples(st.sampled_from([b"a", b"b", b"c"]), st.booleans(), BUCKETS))
@@ -57,14 +57,14 @@ def test_the_classes_are_those_that_people_see() -> None:
 
 
 def test_connections_that_pulled_long_ago_are_forgotten() -> None:
-    meter, states = Staleness(), [BucketState(0)]
-    meter.pulled(b"old", [0], states)
-    for number in range(MAX_READERS):
-        meter.pulled(number.to_bytes(4, "big"), [0], states)
+    meter, states = Staleness(max_seen=6), [BucketState(bucket) for bucket in range(3)]
+    for route in (b"old", b"mid", b"mid", b"new"):
+        meter.pulled(route, range(3), states)
     meter.pushed(b"old", [0], states)
     assert sum(counts(meter)) == 0
-    meter.pushed((1).to_bytes(4, "big"), [0], states)
-    assert sum(counts(meter)) == 1
+    for route in (b"mid", b"new"):
+        meter.pushed(route, [0], states)
+        assert sum(counts(meter)) == 1
 
 
 def test_rows_that_went_back_to_a_cut_make_no_push_stale() -> None:

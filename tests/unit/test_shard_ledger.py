@@ -491,3 +491,17 @@ def test_a_state_of_a_stream_without_a_ledger_proves_nothing(tmp_path: Path) -> 
     with_ledger.load_state_dict(state)
     train_stream(with_ledger)
     assert "began with a state that has no ledger" in verify(tmp_path).faults[0]
+
+
+def test_a_stream_that_is_over_without_its_watermarks_is_not_proven(tmp_path: Path) -> None:
+    before, after = rolled_back_stream(tmp_path)
+    for file in (before, after):
+        change(file, lambda lines: lines.__setitem__(slice(None), without_marks(lines)))
+    report = verify(tmp_path)
+    assert not report.exact
+    assert "the last known watermark is 0" in report.faults[0]
+
+
+def without_marks(lines: list[Any]) -> list[Any]:
+    """The lines of a worker whose queue tells no watermark."""
+    return [line for line in lines if line[0] != "watermarks"]

@@ -111,7 +111,7 @@ def test_a_rollback_restarts_the_round_from_the_newest_good_checkpoint() -> None
     train.bench.settle()
     assert state.round == 2
     assert train.condition() == "False: the values are right again"
-    assert '"rejected":[{"round":1,"good":4}]' in train.bench.job.live.checkpoint_policy
+    assert '"rejected":[[1,4]]' in train.bench.job.live.checkpoint_policy
     train.bench.restart_master()
     train.bench.settle()
     assert train.record.rejected == [wrong_after(1, 4)], "a new master knows it"

@@ -7,6 +7,7 @@ torch takes twice the processor time, while the workers import it beside the sto
 import importlib
 import importlib.util
 import os
+import re
 import signal
 import socket
 import sys
@@ -18,6 +19,8 @@ from dlrover_py.protocol.zygote import STARTED
 
 STORE_ALONE = ("2.6", "2.9", "2.13", "2.15")
 """Versions of torch of which it was tested that the class can be imported without the rest."""
+_RELEASE = re.compile(r"(\d+\.\d+)\.\d+(?:\+cpu|\+cu\d+)?")
+"""Builds by the PyTorch project, for CPUs or CUDA. Others may differ."""
 
 
 def main() -> NoReturn:
@@ -69,8 +72,8 @@ def tcp_store_type() -> Any:
         package.__path__ = list(spec.submodule_search_locations or ())
         sys.modules |= {"torch": package, "torch.distributed": distributed}
         try:
-            release = importlib.import_module("torch.version").__version__
-            if ".".join(release.split(".")[:2]) in STORE_ALONE:
+            release = _RELEASE.fullmatch(importlib.import_module("torch.version").__version__)
+            if release is not None and release[1] in STORE_ALONE:
                 importlib.import_module("torch._C")._c10d_init()
                 return importlib.import_module("torch._C._distributed_c10d").TCPStore
         except (ImportError, AttributeError):

@@ -1,7 +1,6 @@
 """What the job makes of the decisions about checkpoints: requests, events, and the policy."""
 
 import json
-from dataclasses import asdict
 
 from dlrover_py.master.core.assignments import Assignments
 from dlrover_py.master.core.events import RestoreAnswer
@@ -36,7 +35,7 @@ class Checkpointing:
             # rates.
             policy["ageS"] = self._age_s
             if rejected := self.state.checkpoints.rejected:
-                policy["rejected"] = [asdict(one) for one in rejected]
+                policy["rejected"] = [[one.round, one.good] for one in rejected]
         self.live.checkpoint_policy = json.dumps(policy, separators=(",", ":")) if policy else ""
         self.live.checkpoints.storable |= spec is not None and spec.dir is not None
 

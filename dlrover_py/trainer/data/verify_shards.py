@@ -354,7 +354,7 @@ def _report(spec: DatasetSpec, trained: _Trained, said: _Trained, ledger: _Ledge
     recorded = trained.sure.keys() | trained.possible.keys()
     if spec.range_size is not None:
         partitions = [
-            _partition_report(spec, str(name), trained, said)
+            _partition_report(spec, str(name), trained, said, faults)
             for name in sorted(said.watermarks.keys() | recorded)
         ]
         return LedgerReport(partitions, trained.batches, ledger.problems, faults)
@@ -386,7 +386,7 @@ def _epoch_report(spec: DatasetSpec, number: int, trained: _Trained, epoch: int)
 
 
 def _partition_report(
-    spec: DatasetSpec, name: str, trained: _Trained, said: _Trained
+    spec: DatasetSpec, name: str, trained: _Trained, said: _Trained, faults: list[str]
 ) -> EpochReport:
     """Return what the records of one partition of a stream cover.
 
@@ -395,9 +395,15 @@ def _partition_report(
         name: name of the partition.
         trained: the records.
         said: what was read before: the watermarks, and whether the stream is over.
+        faults: gets what makes the partition impossible to prove.
     """
     covered, repeated = _coverage(trained, name)
     mark = said.watermarks.get(name, 0)
+    if said.epoch > 0 and covered and covered[-1][1] > mark:
+        faults.append(
+            f"partition {name}: the stream is over, and {covered[-1][1]} units were trained, but "
+            f"the last known watermark is {mark}: the master may be of an earlier release"
+        )
     report = EpochReport(0, mark, finished=said.epoch > 0, partition=name)
     return _with_faults(report, spec, missing(covered, 0, mark), repeated)
 
