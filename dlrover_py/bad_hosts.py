@@ -90,7 +90,7 @@ class HostScores:
         self._hosts: dict[str, HostRecord] = {}
         """What is known of each host, with its score for a namespace without a fault of it."""
         self._more: dict[str, dict[str, float]] = {}
-        """By namespace and host: how much higher the score is for the namespace's own jobs."""
+        """How much higher the score is for the namespace's own jobs, by namespace and host."""
         for space, jobs in faults.items():
             alone, together = defaultdict[str, float](float), defaultdict[str, float](float)
             for job, of_job in jobs.items():

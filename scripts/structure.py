@@ -16,6 +16,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,7 +28,7 @@ PACKAGES = {
 """Folder of each Python package of the product."""
 SHARED_NAMES = {"Settings"}
 """Class names that stand for the same concept in several programs."""
-ODD_OPENING = re.compile(r"(Of|Theirs|Who|That|So|As|By)\b")
+ODD_OPENING = re.compile(r"(Of|Theirs|Those|Who|That|The same (of|for|in|when)|So|As in|As|By)\b")
 """Openings of docstrings that cannot be understood without the code around them."""
 
 PUBLIC = {"_asdict", "_exit", "_fields", "_replace"}
@@ -143,6 +144,20 @@ def parameters(function: Function) -> int:
     names = [arg.arg for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs)]
     names += [arg.arg for arg in (args.vararg, args.kwarg) if arg is not None]
     return len([name for name in names if name not in ("self", "cls")])
+
+
+def attribute_docstrings(module: Module) -> Iterator[ast.Constant]:
+    """Yield the texts that stand below an assignment, and say what it is."""
+    for node in ast.walk(module.tree):
+        body = getattr(node, "body", ())
+        for before, after in pairwise(body if isinstance(body, list) else ()):
+            if (
+                isinstance(before, ast.Assign | ast.AnnAssign)
+                and isinstance(after, ast.Expr)
+                and isinstance(after.value, ast.Constant)
+                and isinstance(after.value.value, str)
+            ):
+                yield after.value
 
 
 def attributes(node: ast.ClassDef) -> int:
@@ -357,6 +372,12 @@ def measure() -> list[Number]:
             (1, f"{module.at(node)} {(ast.get_docstring(node) or '').splitlines()[0][:60]}")
             for module, node in documented
             if ODD_OPENING.match(ast.get_docstring(node) or "")
+        ]
+        + [
+            (1, f"{module.path}:{text.lineno} {str(text.value)[:60]}")
+            for module in code
+            for text in attribute_docstrings(module)
+            if ODD_OPENING.match(str(text.value))
         ],
     ).count()
     number("accesses of tests to private attributes", LIMITS["pokes"], pokes()).count()

@@ -67,7 +67,7 @@ JOB_NAME_PATH = "/v1/job/name"
 LAST_OUTPUT_S = 30.0
 """Seconds at exit for the reader of standard error to take more of the last output."""
 LAST_OUTPUT_STOPPED_S = 1.0
-"""As LAST_OUTPUT_S, if a signal has ended the job."""
+"""Seconds for the same reader if a signal has ended the job."""
 ENV_SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 """Environment variable of torch with the seconds from a signal to SIGKILL."""
 OTHER_DEVICES = ("/dev/dxg", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/davinci_manager")

@@ -159,7 +159,7 @@ class Foreseen:
     busiest: float
     """The load of the busiest server now, as a multiple of the mean."""
     later: float
-    """The same when all has moved."""
+    """The load of the busiest server when all has moved, as a multiple of the mean."""
     moves: list[BucketMove]
 
     @property

@@ -34,7 +34,7 @@ class NodeTimeline:
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """The event that ended a round, and the event that shows the cost."""
+    """The time without training between the end of a round and the first step of the next one."""
 
     cause: JobEvent
     round: int

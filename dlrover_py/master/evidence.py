@@ -29,7 +29,7 @@ MAX_WAITING = 8
 WRITE_S = 30.0
 """Seconds after which a bundle that is not written is given up; its disk hangs."""
 BUCKET_S = 60.0
-"""The same for a bucket."""
+"""Seconds after which a copy that is not written is given up; its bucket hangs."""
 BUCKET_PAUSE_S = 600.0
 """Seconds for which a bucket that has failed is left alone."""
 

@@ -497,9 +497,9 @@ class NodeLoad(Wire):
     cpu: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the time in which some process waited for a CPU (pressure stall information)."""
     io: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """The same for storage."""
+    """Share of the time in which some process waited for storage (pressure stall information)."""
     memory: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """The same for memory."""
+    """Share of the time in which some process waited for memory (pressure stall information)."""
     sending: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the time in which the busiest TCP connection of the workers waited for the network:
     it had data that was not acknowledged, and the receiver had room."""
@@ -510,7 +510,7 @@ class NodeLoad(Wire):
     gpu_busy: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the last minute in which these GPUs ran a kernel, on average over them."""
     gpu_least_busy: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """The same of the GPU that is used least."""
+    """Share of the last minute in which the least used of these GPUs ran a kernel."""
     gpu_memory_bytes: Count = 0
     """Memory of its GPUs that is in use, in bytes."""
     gpu_memory_limit: Count = 0

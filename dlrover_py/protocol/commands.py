@@ -74,7 +74,7 @@ LAUNCHERS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Other launchers, and the modules by which ``python -m`` starts them."""
 _SAME_FLAGS: Final = ("torchrun", "dlrover.trainer.torch")
-"""Those of them whose flags ``elastic-run`` has, too."""
+"""Launchers whose flags ``elastic-run`` has, too."""
 _ALSO: Final = {"accelerate-launch": "accelerate launch"}
 """Further programs that are one of these launchers."""
 _BY_MODULE: Final = {module: name for name, modules in LAUNCHERS.items() for module in modules} | {

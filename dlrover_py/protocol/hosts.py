@@ -36,6 +36,6 @@ class BadHosts(BaseModel):
     hosts: list[str] = Field(default_factory=list, max_length=1000)
     """Names of the hosts, the worst first."""
     avoid: list[str] = Field(default_factory=list, max_length=1000)
-    """Those of them on which no new node of the job is placed; the others are only told."""
+    """Names of the hosts on which no new node of the job is placed."""
     reason: Annotated[str, Field(max_length=4096)] = ""
     """Why, in words."""

@@ -785,7 +785,7 @@ class DiagnosisSpec(_Strict):
     round is also restarted from the newest checkpoint before that step, which counts against
     ``restartCount``. ``stop``: the job fails."""
     spike: Literal["off", "tell", "rollback", "stop"] = "tell"
-    """The same for a loss or a gradient norm that leaps up and stays there."""
+    """What follows if a loss or a gradient norm leaps up and stays there, as for ``wrong``."""
     slow: Literal["off", "tell", "act"] = "tell"
     """``tell``: it is reported if steps take longer than usual, or one node waits for data longer
     than the others. ``off``: nothing is reported. ``act``: a slow machine or link is also checked

@@ -204,7 +204,7 @@ class TimeShare(TypedDict):
     share: float
     """The part, from 0 to 1."""
     seconds: float
-    """The same in seconds."""
+    """Seconds that were used for it."""
 
 
 def time_shares(goodput: GoodputStatus | None) -> list[TimeShare]:

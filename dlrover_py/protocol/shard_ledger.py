@@ -92,11 +92,11 @@ class LedgerHistory:
     """Names a history: all its workers began with one state, and none has gone back since."""
 
     run: str
-    """As in the header."""
+    """Uid of the job, or the text that a script without one has for its process."""
     round: int
-    """As in the header."""
+    """The round of the worker."""
     load: int
-    """As in the header."""
+    """How many states the worker has loaded in the round."""
 
     def mark(self, number: int) -> Mark:
         """Return the mark of a state.

@@ -240,7 +240,7 @@ class NodeStatus(_StatusModel):
     gpu_busy: float = 0.0
     """Share of the last minute in which these GPUs ran a kernel, from 0 to 1: their average."""
     gpu_least_busy: float = 0.0
-    """The same of the GPU that is used least."""
+    """Share of the last minute in which the least used of these GPUs ran a kernel, from 0 to 1."""
     gpu_memory_bytes: int = 0
     """Memory of its GPUs that is in use, in bytes."""
     gpu_memory_limit: int = 0
@@ -559,7 +559,7 @@ class GoodputCeiling(_StatusModel):
     """
 
     share: float
-    """That goodput, from 0 to 1."""
+    """The goodput that could be reached, from 0 to 1."""
     failures: int
     """Number of rounds that ended in a failure or a loss."""
     between_s: float

@@ -24,7 +24,7 @@ up to the second number: what does not help is not tried again and again."""
 LEAST_GAIN = 0.05
 """Least decrease of the busiest server's load, as a part of the mean, for which buckets move."""
 LEAST_ASKED_GAIN = 0.01
-"""The same for the request of a user."""
+"""Least such decrease for which buckets move at the request of a user."""
 MIN_RATE = 100.0
 """Rows per second of all servers below which loads say nothing."""
 SCALE = 1000

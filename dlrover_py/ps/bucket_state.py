@@ -53,7 +53,7 @@ class Data(Protocol):
         """
 
     def install(self, payload: Rows, buckets: Collection[int]) -> None:
-        """Take over the records that are in some buckets."""
+        """Replace the records of these buckets by those of the payload."""
 
     def select(self, payload: Rows, buckets: Collection[int]) -> Rows:
         """Return the part of a payload that is in some buckets."""

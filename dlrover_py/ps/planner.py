@@ -540,7 +540,7 @@ class Outlook:
     busiest: float
     """The load of the busiest server now, as a multiple of the mean."""
     later: float
-    """The same when all moves are over."""
+    """The load of the busiest server when all moves are over, as a multiple of the mean."""
     map: ClusterMap
     """The map when all moves are over: the present one if nothing is worth a move."""
     moves: bool

@@ -702,7 +702,7 @@ class RestorePlan:
     private: list[str] = field(default_factory=list)
     """Keys that belong to this rank alone and that the checkpoint does not have: left unchanged."""
     own: list[StateLeaf] = field(default_factory=list)
-    """Those of ``leaves`` that are the state's own memory, and are not put into it at the end."""
+    """Tensors among ``leaves`` that are the state's own memory: not put into it at the end."""
     keys: KeyDifferences = field(default_factory=KeyDifferences)
     """What differs between the state and the checkpoint."""
     gaps: list[str] = field(default_factory=list)

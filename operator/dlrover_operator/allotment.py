@@ -55,7 +55,7 @@ FAULTS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 @dataclass(frozen=True, slots=True)
 class SharedHosts:
-    """The settings of the administrator: what jobs share."""
+    """The administrator's settings: how many nodes jobs share, and on which hosts."""
 
     capacity: int = 0
     """Number of nodes that all jobs may have together; 0: as many as the hosts have room for."""

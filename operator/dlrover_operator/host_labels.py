@@ -41,7 +41,7 @@ class LabelledPod(NamedTuple):
     host: str
     """Name of its host; empty if it has none, has ended, or no ElasticJob owns it."""
     labels: Mapping[str, str]
-    """Those of its labels that are copied from hosts."""
+    """Labels of the Pod that are copied from hosts."""
 
     @classmethod
     def of(cls, obj: Obj, labels: Iterable[str]) -> Self:

@@ -53,7 +53,7 @@ OF_POD = (
 )
 """Fields of a Pod that decide about quota and flavors."""
 OF_CONTAINER = ("name", "image", "resources", "restartPolicy")
-"""The same of a container."""
+"""Fields of a container that decide about quota and flavors."""
 SILENT_S = 120.0
 """Seconds after which a job without Pods and without nodes to create gives its quota back, although
 no master has said that it wants none: there may be no master."""

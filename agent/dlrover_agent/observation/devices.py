@@ -88,7 +88,7 @@ class GpuUse:
     busy: float = 0.0
     """Share of the time in which a kernel ran, on average over these GPUs, from 0 to 1."""
     least_busy: float = 0.0
-    """The same of the GPU that is used least."""
+    """Share of the time in which the least used of these GPUs ran a kernel, from 0 to 1."""
     memory_bytes: int = 0
     """Bytes of their memory that are in use, of all GPUs together."""
     memory_limit: int = 0

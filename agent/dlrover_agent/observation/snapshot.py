@@ -103,7 +103,7 @@ class ProcessFacts:
     """What the kernel says of a worker's process."""
 
     state: str
-    """As in /proc/PID/stat."""
+    """State of the process: the letter in /proc/PID/stat."""
     wchan: str
     """Function of the kernel in which the main thread waits; empty if it is not known."""
     kernel: list[str]
@@ -379,7 +379,7 @@ class SnapshotTaker:
         return found
 
     async def _ask(self, local_rank: int, within_s: float = ANSWER_S) -> dict[str, Any]:
-        """Return the answer of a worker's probe; without one, a remark says so."""
+        """Ask a worker's probe. Return its answer, or a remark that it did not answer."""
         line = await self.probes.ask(local_rank, within_s)
         if line is None:
             return {"remarks": ["its probe does not answer"]}

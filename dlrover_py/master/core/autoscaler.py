@@ -271,7 +271,7 @@ class Autoscaler:
             self._batch = float(samples)
 
     def _note_speed(self, size: int, batch: float) -> None:
-        """Take in the speed of the round, if it is known exactly enough."""
+        """Record the measured speed of this size, if its error is small enough."""
         record, speed = self.state.scaling, self._meter.speed()
         if speed is None or speed <= 0:
             return

@@ -53,7 +53,7 @@ class NodeHealthRecord(BaseModel):
     tried: list[Group] = Field(default_factory=list)
     """Groups in which the node was checked."""
     failed: list[Group] = Field(default_factory=list)
-    """Those of the ``tried`` groups that failed, possibly because of this node."""
+    """Groups among ``tried`` that failed, possibly because of this node."""
     slow: Count = 0
     """Number of groups in which the node was slow."""
     matmul_s: float = 0.0

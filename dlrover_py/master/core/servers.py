@@ -97,7 +97,7 @@ class Servers:
             self._leave(seen.node, why)
 
     def nodes_listed(self, listed: frozenset[NodeId], *, gone: bool) -> None:
-        """Take in that the platform does not list some servers.
+        """Handle servers that are missing from the platform's list.
 
         One that was to end is gone. One that this master has requested may be about to come.
 

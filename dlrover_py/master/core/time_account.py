@@ -25,7 +25,7 @@ class TimeAccount(BaseModel):
     saves: float = 0.0
     """Number of saves that workers have reported."""
     reported_saves: float = 0.0
-    """Those of this round."""
+    """Number of saves that the workers of this round have reported."""
     steps_per_s: float = 0.0
     """Speed of the last round that reported any."""
 

@@ -33,7 +33,7 @@ class Tuning:
         self._loaders: dict[NodeId, LoaderState] = {}
         """The newest state of each member's loader, in the current round."""
         self._last_loaders: dict[NodeId, LoaderState] = {}
-        """The same of earlier rounds: a platform may say late why a node was lost."""
+        """The newest states from earlier rounds: a platform may say late why a node was lost."""
         self._trains = False
         """Whether a member has reported a step in the current round."""
         self._sent = self.state.tuning.number

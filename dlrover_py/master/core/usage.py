@@ -23,7 +23,7 @@ WORTH = 0.1
 MEMORY_STEP = 64 * MIB
 """Memory that is advised is a multiple of this."""
 CPU_STEP = 100
-"""The same for CPUs, in thousandths."""
+"""The number of CPUs that is advised is a multiple of this, in thousandths of a CPU."""
 
 
 class UsageRecord(BaseModel):

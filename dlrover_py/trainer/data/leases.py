@@ -398,7 +398,7 @@ class ShardLoader:
             self._ask(self._ahead)
 
     def state_dict(self) -> dict[str, str | int]:
-        """Return the credits of all workers. All ranks of a process group must call it together.
+        """Return which shards all workers have finished. All ranks must call it together.
 
         It waits until the queue has confirmed this worker's credits, so they count for good.
 

@@ -576,7 +576,7 @@ class _Shards:
 
 
 class _FlatShards(_Shards):
-    """Those of ZeRO 1 and 2: one flat tensor of pairs for each group."""
+    """The shards of ZeRO 1 and 2: one flat tensor of pairs for each group."""
 
     def _find(self, names: Mapping[int, str]) -> Iterator[_Piece]:
         """Yield one piece for each group."""
@@ -607,7 +607,7 @@ class _FlatShards(_Shards):
 
 
 class _ParameterShards(_Shards):
-    """Those of ZeRO 3: one flat tensor for each parameter."""
+    """The shards of ZeRO 3: one flat tensor for each parameter."""
 
     def _find(self, names: Mapping[int, str]) -> Iterator[_Piece]:
         """Yield one piece for each parameter."""

@@ -49,7 +49,7 @@ class Detectors:
             detector.take_report(node, report)
 
     def take_snapshot(self, event: SnapshotArrived) -> None:
-        """Take in a snapshot of a node's workers: one that was asked for, or a last look."""
+        """Pass on a snapshot: to the detection of hangs if requested, else to that of crashes."""
         if event.snapshot.number:
             self._hang.take_snapshot(event)
         else:

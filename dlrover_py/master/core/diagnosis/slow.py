@@ -110,7 +110,7 @@ class SlowJob:
         self._tell(self._watch.slow, window)
 
     def _begin_round(self) -> None:
-        """Learn anew, because a step of another round may take another time."""
+        """Discard the step times of the last round: a step of this one may take another time."""
         if (excess := self._watch.excess) is not None:
             self._earlier = [*self._earlier[1 - EARLIER :], (len(self._watch.ranks), excess)]
         self._round = self.state.round

@@ -103,9 +103,10 @@ class Parts:
     pressure: float = 0.0
     """Share of the time in which some process of the node waited for a CPU, from 0 to 1."""
     memory: float = 0.0
-    """The same for memory: pages had to be made free, or read again."""
+    """Share of the time in which some process waited for memory: pages had to be made free, or read
+    again."""
     io: float = 0.0
-    """The same for storage."""
+    """Share of the time in which some process of the node waited for storage, from 0 to 1."""
     sending: float = 0.0
     """Seconds of a step in which its busiest connection waited for the network."""
     clocks: float = 0.0
@@ -177,7 +178,7 @@ class Slowness:
     part: float = 0.0
     """The part that explains it: seconds of a step, a share of the time, or a speed."""
     others: float = 0.0
-    """The same part before. If nothing has changed, the same part on the other nodes."""
+    """This part as it was before. If nothing has changed: this part on the other nodes."""
     peer: str = ""
     """The other end of a slow link; or the node that had the same place, or was at another place,
     with the same difference. Empty if that is not known."""

@@ -17,7 +17,7 @@ BUSY_CPU = 0.05
 """A worker that uses this many cores is busy: it may be slow instead of hung. On a machine with too
 many processes, a busy one gets a small part of a core only."""
 BUSY_IO = 1e6
-"""So is a worker that reads and writes this many bytes a second, as in a save to slow storage."""
+"""A worker that reads and writes this many bytes a second is busy: it may save to slow storage."""
 SAME_SHAPE = frozenset(
     {"all_reduce", "broadcast", "reduce", "_all_gather_base", "_reduce_scatter_base"}
 )

@@ -85,7 +85,7 @@ class Diagnosis:
                 self._end_hang("training went on")
 
     def take_snapshot(self, event: SnapshotArrived) -> None:
-        """Take in a node's snapshot. One that is late, or of another agent process, is dropped."""
+        """Record a node's snapshot. One that is late, or of another agent process, is dropped."""
         node = self.live.nodes.get(event.node)
         snapshot = event.snapshot
         current = snapshot.number == self.live.snapshot and snapshot.round == self.state.round
