@@ -36,7 +36,7 @@ class JobPages:
         # A page stays open when its job has ended. A job of a cluster may have the same name.
         self._jobs = jobs.of_one_place()
         self._histories: dict[str, tuple[float, History]] = {}
-        """The start of the run, and what was seen of it, for jobs of a cluster, which keeps none."""
+        """The start of the run and what was seen of it, for jobs of a cluster, which keeps none."""
 
     @property
     def where(self) -> str:

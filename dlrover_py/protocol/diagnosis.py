@@ -31,7 +31,7 @@ MAX_COLLECTIVES = 64
 MAX_SNAPSHOT_BYTES = 200_000
 """Greatest size of a node's snapshot, in bytes of JSON."""
 MAX_LAST_BYTES = 64_000
-"""Greatest size of a snapshot at the end of a round, which many nodes send as the next one starts."""
+"""Greatest size of a snapshot at the end of a round: many nodes send it as the next one starts."""
 MAX_LINES = 40
 """Most lines of a worker's output, the last ones."""
 LAST_LOOK_NODES = 16
