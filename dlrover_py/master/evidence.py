@@ -13,7 +13,13 @@ from typing import Protocol
 
 from dlrover_py.master.core.events import EvidenceKept, KeepEvidence
 from dlrover_py.process.blocking import BackgroundThread
-from dlrover_py.protocol.bundles import MAX_BUNDLES, at_fault_first, folder_in_bucket, folder_name
+from dlrover_py.protocol.bundles import (
+    MAX_BUNDLES,
+    at_fault_first,
+    folder_in_bucket,
+    folder_name,
+    newest,
+)
 from dlrover_py.protocol.diagnosis import NodeSnapshot
 from dlrover_py.protocol.errors import DLRoverError
 from dlrover_py.protocol.names import EVIDENCE_FOLDER, MANIFEST_FILE, NodeId
@@ -202,8 +208,8 @@ def _write(
     temporary = folder / f".{MANIFEST_FILE}"
     temporary.write_text(text)
     os.replace(temporary, folder / MANIFEST_FILE)
-    others = sorted(p for p in root.iterdir() if p.is_dir() and p != folder)
-    for old in others[: -(MAX_BUNDLES - 1)]:
+    found = {path.name: 0 for path in root.iterdir() if path.is_dir()}
+    for old in found.keys() - newest(found, MAX_BUNDLES, 0, folder.name):
         with contextlib.suppress(OSError):
-            shutil.rmtree(old)
+            shutil.rmtree(root / old)
     return folder

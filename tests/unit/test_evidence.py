@@ -230,6 +230,26 @@ def test_the_bundle_that_was_just_written_stays_whatever_its_number_is() -> None
     assert newest(sizes, 2, 15, "000001-slow") == {"000001-slow"}
 
 
+@pytest.mark.parametrize("suffix", ["", ".json.gz"])
+def test_lost_nodes_do_not_push_out_other_evidence(suffix: str) -> None:
+    others = [f"{n:06d}-failure{suffix}" for n in (1, 2, 10)]
+    lost = [f"{n:06d}-lost{suffix}" for n in (3, 4, 5, 6, 7, 8, 9, 11)]
+    sizes = dict.fromkeys([*others, *lost], 10)
+    assert newest(sizes, 8, 110, lost[-1]) == {*others, *lost[-5:]}
+    assert newest(sizes, 8, 110, others[-1]) == {*others, *lost[-5:]}
+    assert newest(sizes, 10, 110, lost[0]) == {*others, lost[0], *lost[-6:]}
+    assert newest(sizes, 6, 110, lost[-1]) == {others[-1], *lost[-5:]}, "the oldest go"
+    assert newest(sizes, 20, 110, lost[-1]) == sizes.keys(), "there is room"
+
+
+async def test_a_folder_keeps_a_failure_that_many_losses_follow(tmp_path: Path) -> None:
+    store = BundleFolder(tmp_path)
+    await store.keep(KeepEvidence(manifest(number=1, kind=EvidenceKind.FAILURE), ()))
+    for number in range(2, 2 + MAX_BUNDLES):
+        await store.keep(KeepEvidence(manifest(number=number, kind=EvidenceKind.LOST), ()))
+    assert [one.number for one in bundles(tmp_path)] == [1, *range(3, 2 + MAX_BUNDLES)]
+
+
 async def test_a_folder_with_later_numbers_takes_a_bundle(tmp_path: Path) -> None:
     store = BundleFolder(tmp_path)
     for number in range(50, 50 + MAX_BUNDLES):
