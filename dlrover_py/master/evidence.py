@@ -24,6 +24,7 @@ from dlrover_py.protocol.diagnosis import NodeSnapshot
 from dlrover_py.protocol.errors import DLRoverError
 from dlrover_py.protocol.names import EVIDENCE_FOLDER, MANIFEST_FILE, NodeId
 from dlrover_py.protocol.status import EvidenceManifest
+from dlrover_py.protocol.words import without_passwords
 
 log = logging.getLogger("master.evidence")
 
@@ -103,7 +104,8 @@ class BundleCopies:
         except (OSError, DLRoverError) as error:  # also OverdueError
             if bucket != self._failing:
                 why = str(error) or f"no answer within {BUCKET_S:g} s"
-                log.warning("evidence_not_copied", extra={"bucket": bucket, "why": why})
+                told = {"bucket": without_passwords(bucket), "why": without_passwords(why)}
+                log.warning("evidence_not_copied", extra=told)
             self._failing, self._again_at = bucket, time.monotonic() + BUCKET_PAUSE_S
             return ""
         self._failing = ""

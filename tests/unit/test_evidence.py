@@ -461,6 +461,30 @@ def test_the_address_of_a_bucket_is_no_path() -> None:
         ElasticJob.parse(document)
 
 
+@pytest.mark.parametrize("address", ["s3://key:secret@host/b", "s3:/key:secret@host/b" + "/b" * 30])
+def test_the_address_of_a_bucket_has_no_password(address: str) -> None:
+    document = job_file(2)
+    document["spec"]["diagnosis"] = {"evidence": address}
+    with pytest.raises(ConfigError, match=r"spec\.diagnosis\.evidence") as told:
+        ElasticJob.parse(document)
+    assert "secret" not in str(told.value)
+
+
+def test_the_password_of_the_directory_of_checkpoints_is_not_told(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = job_file(2)
+    document["spec"]["checkpoint"] = {"dir": "s3://key:secret@host/b"}
+    job = ElasticJob.parse(document)
+    kept = [KeepEvidence(manifest(), (), bucket_of(job))]
+    asyncio.run(keep_all(EvidenceStore(None, BundleCopies("x")), kept))
+    assert with_copies([], job, "x") == []
+    (record,) = caplog.records
+    told = str(vars(record)) + capsys.readouterr().err
+    assert "key:***@host" in told
+    assert "secret" not in told
+
+
 def in_bucket(name: str) -> ElasticJob:
     document = job_file(1)
     document["spec"]["diagnosis"] = {"evidence": f"memory://{name}"}
