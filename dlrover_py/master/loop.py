@@ -53,6 +53,7 @@ from dlrover_py.protocol.agents import (
     ReplicaLocations,
     RestoreCandidates,
 )
+from dlrover_py.protocol.bundles import bucket_of
 from dlrover_py.protocol.checkpoint_id import CheckpointId
 from dlrover_py.protocol.errors import SupersededError, TransientError
 from dlrover_py.protocol.names import NodeId, Term
@@ -477,14 +478,15 @@ class Loop:
         """Keep what is there of the evidence that nodes still send, as this master ends.
 
         Args:
-            within_s: Longest wait for a turn, and for the place of the evidence, in seconds. The
+            within_s: Longest wait for a turn and for the place of the evidence, in seconds. The
                 end of the wait is no error.
         """
+        ends_at = self._clock.now() + within_s
         if self._job is not None and self._job.detectors.end():
             turned_at = self._turned_at
             self.add_events([])
             await _until(lambda: self._turned_at > turned_at, self._dismissed_any, within_s)
-        await self._evidence.finish(within_s)
+        await self._evidence.finish(ends_at - self._clock.now())
 
     def _was_dismissed(self, node_id: NodeId) -> bool:
         """Return whether the node's agent was sent its order to stop."""
@@ -526,6 +528,7 @@ class Loop:
                 self._job = Job.resume(job, self._rules, journal, term=term, now=now, wall=wall)
             bind(job=job.metadata.name, term=self._job.state.term)
             log.info("term_started", extra={"round": self._job.state.round})
+            self._evidence.prepare(bucket_of(job))
             # Before a node begins.
             await self._until_works("servers", lambda: self._servers.open(job))
             async with asyncio.TaskGroup() as tasks:

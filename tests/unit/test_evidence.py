@@ -5,10 +5,12 @@ import base64
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+import fsspec
 import pytest
 from click.testing import CliRunner
+from fsspec.implementations.memory import MemoryFileSystem
 
 from dlrover_py.cli.commands import root
 from dlrover_py.cli.evidence import last_known, snapshot_in_copies, with_copies
@@ -497,6 +499,54 @@ async def keep_all(store: EvidenceStore, evidence: list[KeepEvidence]) -> list[E
         store.keep(one, done.append)
         await store.finish(60.0)
     return done
+
+
+class NotedBucket(MemoryFileSystem):
+    """A bucket that notes in which threads it was opened."""
+
+    protocol = "noted"
+    cachable = False
+    opened = threading.Event()
+    threads: ClassVar[list[str]] = []
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.threads.append(threading.current_thread().name)
+        self.opened.set()
+
+
+async def test_the_bucket_of_a_job_is_opened_in_a_thread_before_there_is_a_bundle(
+    tmp_path: Path,
+) -> None:
+    """The last bundle had no copy: the imports took longer than a master has at its end."""
+    fsspec.register_implementation("noted", NotedBucket, clobber=True)
+    document = job_file(1)
+    document["spec"]["diagnosis"] = {"evidence": "noted://b"}
+    platform = StaticPlatform(ElasticJob.parse(document))
+    evidence = EvidenceStore(None, BundleCopies("x"))
+    loop = Loop(platform, FileJournalStore(tmp_path / "journal"), Rules(), evidence=evidence)
+    async with working(loop):
+        assert await asyncio.to_thread(NotedBucket.opened.wait, 60.0)
+    assert NotedBucket.threads == ["evidence-copies"]
+
+
+class HangingFolder:
+    """A place for bundles that takes none."""
+
+    async def keep(self, _: KeepEvidence) -> str:
+        await asyncio.Event().wait()
+        return ""
+
+
+async def test_what_a_master_does_not_finish_at_its_end_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = EvidenceStore(HangingFolder(), cast("BundleCopies", HangingFolder()))
+    store.keep(KeepEvidence(manifest(), (), "memory://x"), lambda _: None)
+    await store.finish(0.01)
+    (record,) = caplog.records
+    assert record.message == "evidence_not_finished"
+    assert vars(record)["what"] == ["bundles", "copy of 000007-hang"]
 
 
 def test_a_bucket_keeps_the_newest_bundles_which_are_listed_and_read() -> None:
