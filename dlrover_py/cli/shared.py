@@ -128,8 +128,6 @@ class SharedCluster:
     over: dict[str, StartedJob] = field(default_factory=dict)
     """Jobs that have ended, by the names of their files."""
     record: Record = field(init=False)
-    _problem: str = ""
-    """Why the record could not be written last; empty if it was."""
     _reading: "set[asyncio.Task[None]]" = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -194,14 +192,8 @@ class SharedCluster:
             if job.started is not None and job.granted is not None:
                 numbers = job.granted.model_copy(update={"reason": ""})
                 jobs[job.file.name] = job.started.model_copy(update={"granted": numbers})
-        problem = ""
-        try:
-            self.record.write(jobs)
-        except (OSError, ConfigError) as error:
-            problem = str(error)
-        if problem and problem != self._problem:
+        if problem := self.record.save(jobs):
             line(f"[cluster] what was started cannot be recorded, for a later call: {problem}")
-        self._problem = problem
 
     # --- Files ---
 

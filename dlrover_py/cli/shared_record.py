@@ -119,6 +119,8 @@ class Record:
     root: Path
     """The folder of all states."""
     _written: _Content | None = field(default=None, init=False)
+    _problem: str = field(default="", init=False)
+    """Why it could not be written last."""
 
     @property
     def path(self) -> Path:
@@ -189,11 +191,25 @@ class Record:
             ) from error
         return content.jobs, content.boot == _boot()
 
+    def save(self, jobs: dict[str, StartedJob]) -> str:
+        """Replace the record, if it has changed.
+
+        Returns:
+            Why that is not possible; empty if it is, or if the last call has said the same.
+        """
+        before, self._problem = self._problem, ""
+        try:
+            self.write(jobs)
+        except (OSError, ConfigError) as error:
+            self._problem = str(error)
+        return "" if self._problem == before else self._problem
+
     def write(self, jobs: dict[str, StartedJob]) -> None:
         """Replace the record, if it has changed.
 
         Raises:
             OSError: it cannot be written.
+            ConfigError: another user could have made it.
         """
         content = _Content(boot=_boot(), jobs=jobs)
         if content == self._written:

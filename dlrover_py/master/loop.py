@@ -478,15 +478,13 @@ class Loop:
         """Keep what is there of the evidence that nodes still send, as this master ends.
 
         Args:
-            within_s: Longest wait for a turn and for the place of the evidence, in seconds. The
-                end of the wait is no error.
+            within_s: Longest wait in seconds. Its end is no error.
         """
-        ends_at = self._clock.now() + within_s
         if self._job is not None and self._job.detectors.end():
-            turned_at = self._turned_at
+            turned_at, turned = self._turned_at, self._dismissed_any
             self.add_events([])
-            await _until(lambda: self._turned_at > turned_at, self._dismissed_any, within_s)
-        await self._evidence.finish(ends_at - self._clock.now())
+            within_s = await _until(lambda: self._turned_at > turned_at, turned, within_s)
+        await self._evidence.finish(within_s)
 
     def _was_dismissed(self, node_id: NodeId) -> bool:
         """Return whether the node's agent was sent its order to stop."""
@@ -836,19 +834,22 @@ class Loop:
                 tries += 1
 
 
-async def _until(over: Callable[[], bool], turned: asyncio.Event, within_s: float) -> None:
-    """Wait until a condition is met. The end of the time is no error.
+async def _until(over: Callable[[], bool], turned: asyncio.Event, within_s: float) -> float:
+    """Wait until a condition is met; return the seconds that are left. Their end is no error.
 
     Args:
         over: The condition.
         turned: Set when it may have become true.
         within_s: Longest wait in seconds.
     """
+    now = asyncio.get_running_loop().time
+    ends_at = now() + within_s
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(within_s):
+        async with asyncio.timeout_at(ends_at):
             while not over():
                 turned.clear()
                 await turned.wait()
+    return max(0.0, ends_at - now())
 
 
 def _end_of_servers(job: Job | None, step: Step) -> ServersPresent | None:
