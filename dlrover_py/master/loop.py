@@ -514,8 +514,7 @@ class Loop:
             journal = await self._acquire()
             accepted = None if journal is None else journal.read_accepted()
             job = await self._until_works("get_job", lambda: self._platform.get_job(accepted))
-            now, wall = self._clock.now(), self._clock.wall()
-            known = self._platform.known
+            now, wall, known = self._clock.now(), self._clock.wall(), self._platform.known
             # A restored journal may be older than the last term that the platform knows.
             term = Term(max(known.term, journal.term if journal else 0) + 1)
             if journal is None:
