@@ -13,6 +13,7 @@ from dlrover_py.protocol.diagnosis import EvidenceKind, NodeSnapshot
 from dlrover_py.protocol.errors import DLRoverError
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.status import EvidenceManifest
+from dlrover_py.protocol.words import without_passwords
 
 if TYPE_CHECKING:
     from dlrover_py.checkpoint.evidence import StoredBundles
@@ -102,5 +103,6 @@ def _asked(read: "Callable[[StoredBundles], T]", job: ElasticJob | None, run: st
         return asyncio.run(BackgroundThread("evidence").run(ask, BUCKET_S))
     except (OSError, DLRoverError) as error:
         why = str(error) or f"no answer within {BUCKET_S:g} s"
-        click.echo(view.plain(f"dlrover: bundles in {bucket} are left out: {why}"), err=True)
+        told = without_passwords(f"dlrover: bundles in {bucket} are left out: {why}")
+        click.echo(view.plain(told), err=True)
         return None

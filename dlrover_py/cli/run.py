@@ -20,7 +20,7 @@ from rich.live import Live
 from rich.text import Text
 
 from dlrover_py.checkpoint.directory import address
-from dlrover_py.cli import view
+from dlrover_py.cli import runs, view
 from dlrover_py.cli.logs import PrintedLine, WorkerOutput
 from dlrover_py.cli.progress import ProgressPrinter, Style, line, unbuffered
 from dlrover_py.cli.settings import Settings
@@ -94,7 +94,7 @@ def run_job(
     if checkpoint is not None and checkpoint.dir is not None:
         address(checkpoint.dir)  # one error here, instead of one from each worker
     name = job.metadata.name
-    stamp = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S.%f")[:-3]
+    stamp = runs.stamp_of(datetime.now().astimezone())
     paths = JobPaths(settings.runtime_root / name, settings.state_root / f"{name}@{stamp}")
     # Signals are blocked until the event loop handles them: what is made here is always removed.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)

@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -23,6 +24,8 @@ from dlrover_py.protocol.status import EvidenceManifest, JobEvent, JobStatus
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 """Seconds in each unit of a duration."""
+_STAMP = "%Y%m%d-%H%M%S"
+"""Time in the name of a run's folder, in this machine's time zone, without its milliseconds."""
 MAX_DOCUMENT_BYTES = 1 << 26
 """Bytes of the largest document in the folder of a run."""
 D = TypeVar("D", bound=BaseModel)
@@ -198,6 +201,20 @@ def stamps(state_root: Path | None, name: str) -> list[str]:
         return []
     found = (folder.name for folder, job in _folders(state_root) if job == name)
     return sorted((text.rpartition("@")[2] for text in found), reverse=True)
+
+
+def stamp_of(at: datetime) -> str:
+    """Return how the name of a run's folder has the time at which it began."""
+    return at.strftime(f"{_STAMP}.%f")[:-3]
+
+
+def began_at(stamp: str) -> float:
+    """Return the Unix time at which a run began, from the name of its folder.
+
+    Raises:
+        ValueError: the name has no time.
+    """
+    return datetime.strptime(stamp, f"{_STAMP}.%f").astimezone().timestamp()
 
 
 def was_killed(folder: Path) -> bool:

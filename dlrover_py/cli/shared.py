@@ -15,10 +15,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dlrover_py.allocator import Allocation, Demand, Pool, allocate, demand_of
-from dlrover_py.cli import jobfile, local_jobs, runs
+from dlrover_py.cli import jobfile, local_jobs
 from dlrover_py.cli.progress import line
 from dlrover_py.cli.settings import Settings
-from dlrover_py.cli.shared_record import AdoptedProcess, Record, StartedJob, digest, exit_code
+from dlrover_py.cli.shared_record import (
+    AdoptedProcess,
+    Record,
+    StartedJob,
+    digest,
+    exit_code,
+    runs_elsewhere,
+)
 from dlrover_py.net.http_client import HttpClient
 from dlrover_py.process.identity import ProcessId, ignores_signal
 from dlrover_py.protocol.autoscale import NodeAllocation
@@ -140,12 +147,12 @@ class SharedCluster:
         """
         local_jobs.running(self.settings)  # it checks the folders
         known, here = self.record.read()
-        problems = []
+        root, problems = self.settings.state_root, []
         for file, one in known.items():
             path, name = self.folder / file, one.job.metadata.name
             content = digest(path)
             same = bool(content) and content == one.content
-            code = exit_code(one.run) if one.code is None else one.code
+            code = exit_code(one, root)
             lives = here and one.id.alive
             if lives and not same:
                 problems.append(
@@ -155,10 +162,10 @@ class SharedCluster:
                 )
             elif lives:
                 job = SharedJob(path, one.job, one.queued_at, one.granted, started=one)
-                job.process = AdoptedProcess(one.id, one.run)
+                job.process = AdoptedProcess(one, root)
                 self.jobs[name] = job
                 line(f"[cluster] {name} runs on; its output is in `dlrover job logs {name}`")
-            elif one.run and runs.goes_on(Path(one.run)):
+            elif runs_elsewhere(one, root):
                 problems.append(
                     f"{path}: an earlier `dlrover cluster run` has started {name} from it, and "
                     f"{name} still runs on another machine or in another container, where its "
@@ -175,19 +182,18 @@ class SharedCluster:
                 with contextlib.suppress(OSError):  # it was removed meanwhile
                     self.seen[path] = path.stat().st_mtime
         if problems:
+            problems.append(f"{self.record.path} is the record of what was started")
             raise ConfigError("\n".join(problems))
 
     def _save(self) -> None:
-        """Write the record, and print why that is not possible."""
+        """Write the record. Print why that is not possible, unless it was printed last."""
         jobs = dict(self.over)
         for job in self.jobs.values():
             if job.started is not None and job.granted is not None:
                 numbers = job.granted.model_copy(update={"reason": ""})
                 jobs[job.file.name] = job.started.model_copy(update={"granted": numbers})
-        try:
-            self.record.write(jobs)
-        except (OSError, ConfigError) as error:
-            line(f"[cluster] what was started cannot be recorded, for a later call: {error}")
+        if problem := self.record.save(jobs):
+            line(f"[cluster] what was started cannot be recorded, for a later call: {problem}")
 
     # --- Files ---
 
@@ -296,7 +302,7 @@ class SharedCluster:
                     run = str(Path(snapshot.log_dir).parent)
                     job.started = job.started.model_copy(update={"run": run})
                     if isinstance(job.process, AdoptedProcess):
-                        job.process.run = run
+                        job.process.started = job.started
 
     async def _decide(self) -> None:
         """Change the allocations, and start the jobs that have hosts for the first time."""
@@ -339,7 +345,7 @@ class SharedCluster:
 
     async def _start(self, name: str, job: SharedJob, nodes: int) -> None:
         """Start the cluster process of a job, once the record has its process id."""
-        content = digest(job.file)
+        content, started_at = digest(job.file), _wall()
         job.process = process = await asyncio.create_subprocess_exec(
             *("/bin/sh", "-c", AFTER_A_LINE, "job"),
             *jobfile.run_command(job.file, f"--nodes={nodes}", "--plain"),
@@ -355,6 +361,7 @@ class SharedCluster:
                 content=content,
                 process=str(ProcessId.of(process.pid)),
                 queued_at=job.queued_at,
+                started_at=started_at,
                 granted=job.granted,
             )
         self._save()

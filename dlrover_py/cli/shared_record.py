@@ -28,6 +28,8 @@ from dlrover_py.protocol.status import JobPhase, JobStatus
 
 MAX_RECORD_BYTES = 1 << 28
 """Bytes of the largest record that is read."""
+CLOCK_S = 0.001
+"""The names of folders have their times in milliseconds, rounded down."""
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 """File with an id of this start of this machine. A process id has no meaning after another one."""
 
@@ -45,6 +47,8 @@ class StartedJob(BaseModel):
     """The :class:`ProcessId` of its ``dlrover job run``."""
     queued_at: float
     """Unix time at which its file was found."""
+    started_at: float
+    """Unix time just before its process was started."""
     granted: NodeAllocation
     """The hosts that it may have."""
     run: str = ""
@@ -73,9 +77,15 @@ class _Content(BaseModel):
 class AdoptedProcess:
     """The ``dlrover job run`` of an earlier call. It is no child of this process."""
 
-    id: ProcessId
-    run: str
-    """State folder of its run; empty until that is known."""
+    started: StartedJob
+    """What the record says of it."""
+    root: Path
+    """The folder of all states."""
+
+    @property
+    def id(self) -> ProcessId:
+        """Return its identifier."""
+        return self.started.id
 
     @property
     def pid(self) -> int:
@@ -87,13 +97,13 @@ class AdoptedProcess:
         """Return its exit code, as the last status of its run has it; None while it runs."""
         if self.id.alive:
             return None
-        code = exit_code(self.run)
+        code = exit_code(self.started, self.root)
         return ExitCode.FAILED if code is None else code
 
     @property
     def killed(self) -> bool:
         """Whether it has ended without a last status."""
-        return not self.id.alive and exit_code(self.run) is None
+        return not self.id.alive and exit_code(self.started, self.root) is None
 
     def send_signal(self, number: int) -> None:
         """Send it a signal, unless it has ended."""
@@ -109,6 +119,8 @@ class Record:
     root: Path
     """The folder of all states."""
     _written: _Content | None = field(default=None, init=False)
+    _problem: str = field(default="", init=False)
+    """Why it could not be written last."""
 
     @property
     def path(self) -> Path:
@@ -149,8 +161,9 @@ class Record:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(
-                f"{self.folder}: another `dlrover cluster run` runs the jobs of this folder: stop "
-                "it first. A further job only needs a file in the folder"
+                f"{self.folder}: another `dlrover cluster run` runs the jobs of this folder, and "
+                f"has locked their record {self.path}: stop it first. A further job only needs a "
+                "file in the folder"
             ) from error
         except OSError:
             pass  # a file system without locks
@@ -178,11 +191,25 @@ class Record:
             ) from error
         return content.jobs, content.boot == _boot()
 
+    def save(self, jobs: dict[str, StartedJob]) -> str:
+        """Replace the record, if it has changed.
+
+        Returns:
+            Why that is not possible; empty if it is, or if the last call has said the same.
+        """
+        before, self._problem = self._problem, ""
+        try:
+            self.write(jobs)
+        except (OSError, ConfigError) as error:
+            self._problem = str(error)
+        return "" if self._problem == before else self._problem
+
     def write(self, jobs: dict[str, StartedJob]) -> None:
         """Replace the record, if it has changed.
 
         Raises:
             OSError: it cannot be written.
+            ConfigError: another user could have made it.
         """
         content = _Content(boot=_boot(), jobs=jobs)
         if content == self._written:
@@ -211,21 +238,59 @@ def digest(path: Path) -> str:
         return ""
 
 
-def exit_code(run: str) -> int | None:
-    """Return the exit code of a run that has ended; None if it has no last status.
+def exit_code(one: StartedJob, root: Path) -> int | None:
+    """Return the exit code of a job that has ended; None if it has no last status.
+
+    How a run has ended that was removed is not known. It counts as a success, as nothing may run it
+    again.
 
     Args:
-        run: state folder of the run; empty if there is none.
+        one: what the record says of the job.
+        root: the folder of all states.
     """
-    if not run:
-        return None
+    if one.code is not None or not (run := run_of(one, root)):
+        return one.code
+    folder = Path(run)
     try:
-        status = runs.read_document(Path(run, names.STATUS_FILE), JobStatus)
+        status = runs.read_document(folder / names.STATUS_FILE, JobStatus)
     except FileNotFoundError:
-        return None
+        return None if folder.exists() else ExitCode.OK
     except ConfigError:  # it is damaged
         return ExitCode.FAILED
     return ExitCode.OK if status.phase is JobPhase.SUCCEEDED else ExitCode.FAILED
+
+
+def runs_elsewhere(one: StartedJob, root: Path) -> bool:
+    """Return whether a process of another machine or container still has the run of a job.
+
+    Args:
+        one: what the record says of the job, whose process does not run here.
+        root: the folder of all states.
+    """
+    if one.code is not None or not (run := run_of(one, root)):
+        return False
+    return (Path(run) / names.RUN_LOCK).exists() and runs.goes_on(Path(run))
+
+
+def run_of(one: StartedJob, root: Path) -> str:
+    """Return the state folder of the run of a job; empty if it has none.
+
+    If the record does not have it yet, it is the first one after the start of the job's process.
+
+    Args:
+        one: what the record says of the job.
+        root: the folder of all states.
+    """
+    if one.run:
+        return one.run
+    name, stamps = one.job.metadata.name, list[str]()
+    with contextlib.suppress(ConfigError):  # another user can write to the folder by now
+        stamps = runs.stamps(root, name)
+    for stamp in reversed(stamps):
+        with contextlib.suppress(ValueError):  # another program has made it
+            if runs.began_at(stamp) >= one.started_at - CLOCK_S:
+                return str(root / f"{name}@{stamp}")
+    return ""
 
 
 def _boot() -> str:

@@ -39,10 +39,10 @@ The journal has it anyway.
 """
 
 
-EVIDENCE_END_S = 1.0
-"""Time for the last decision on evidence, and again as much to keep it, in seconds.
+EVIDENCE_END_S = 3.0
+"""Time for the last decision on evidence and to keep it, in seconds.
 
-The program that has started the master may kill it after five.
+The program that has started the master may kill it after five. The other steps may take two.
 """
 SEND_END_S = 1.0
 """Time to send the traces that are left at the end, in seconds."""

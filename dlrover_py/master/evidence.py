@@ -9,15 +9,25 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from dlrover_py.master.core.events import EvidenceKept, KeepEvidence
 from dlrover_py.process.blocking import BackgroundThread
-from dlrover_py.protocol.bundles import MAX_BUNDLES, at_fault_first, folder_in_bucket, folder_name
+from dlrover_py.protocol.bundles import (
+    MAX_BUNDLES,
+    at_fault_first,
+    folder_in_bucket,
+    folder_name,
+    newest,
+)
 from dlrover_py.protocol.diagnosis import NodeSnapshot
 from dlrover_py.protocol.errors import DLRoverError
 from dlrover_py.protocol.names import EVIDENCE_FOLDER, MANIFEST_FILE, NodeId
 from dlrover_py.protocol.status import EvidenceManifest
+from dlrover_py.protocol.words import without_passwords
+
+if TYPE_CHECKING:
+    from dlrover_py.checkpoint.evidence import StoredBundles
 
 log = logging.getLogger("master.evidence")
 
@@ -77,6 +87,29 @@ class BundleCopies:
         self._thread = BackgroundThread("evidence-copies")
         self._failing, self._again_at = "", 0.0
 
+    def prepare(self, bucket: str) -> None:
+        """Have the thread import what this bucket needs.
+
+        It takes seconds, which the last bundles of a job do not have. A failure is told with the
+        first bundle.
+        """
+
+        def connect() -> None:
+            with contextlib.suppress(OSError, DLRoverError):
+                self._bundles(bucket)
+
+        self._thread.post(connect)
+
+    def _bundles(self, bucket: str) -> "StoredBundles":
+        """Return the bundles of the run in a bucket. It is called in the thread.
+
+        Raises:
+            ConfigError: The address cannot be used, or no package is installed that can.
+        """
+        from dlrover_py.checkpoint.evidence import StoredBundles  # few masters need it
+
+        return StoredBundles(folder_in_bucket(bucket, self._run))
+
     async def keep(self, evidence: KeepEvidence) -> str:
         """Write a copy; return where it is, or "" if the bucket fails.
 
@@ -85,19 +118,17 @@ class BundleCopies:
         bucket = evidence.bucket
         if bucket == self._failing and time.monotonic() < self._again_at:
             return ""
-        folder = folder_in_bucket(bucket, self._run)
 
         def put() -> str:
-            from dlrover_py.checkpoint.evidence import StoredBundles  # few masters need it
-
-            return StoredBundles(folder).put(evidence.manifest, evidence.nodes)
+            return self._bundles(bucket).put(evidence.manifest, evidence.nodes)
 
         try:
             where = await self._thread.run(put, BUCKET_S)
         except (OSError, DLRoverError) as error:  # also OverdueError
             if bucket != self._failing:
                 why = str(error) or f"no answer within {BUCKET_S:g} s"
-                log.warning("evidence_not_copied", extra={"bucket": bucket, "why": why})
+                told = {"bucket": without_passwords(bucket), "why": without_passwords(why)}
+                log.warning("evidence_not_copied", extra=told)
             self._failing, self._again_at = bucket, time.monotonic() + BUCKET_PAUSE_S
             return ""
         self._failing = ""
@@ -119,6 +150,15 @@ class EvidenceStore:
         self._task: asyncio.Task[None] | None = None
         self._copying: set[asyncio.Task[None]] = set()
 
+    def prepare(self, bucket: str) -> None:
+        """Prepare for copies in the bucket of the job, beside the event loop.
+
+        Args:
+            bucket: Its address; empty if the job has none.
+        """
+        if self._copies is not None and bucket:
+            self._copies.prepare(bucket)
+
     def keep(self, evidence: KeepEvidence, done: Callable[[EvidenceKept], None]) -> None:
         """Begin to keep a bundle, and to copy it. Without a place for either, nothing happens.
 
@@ -128,7 +168,10 @@ class EvidenceStore:
                 is only logged.
         """
         if self._copies is not None and evidence.bucket and len(self._copying) < MAX_WAITING:
-            copying = asyncio.create_task(self._copy(self._copies, evidence, done))
+            copying = asyncio.create_task(
+                self._copy(self._copies, evidence, done),
+                name=f"copy of {folder_name(evidence.manifest)}",
+            )
             self._copying.add(copying)
             copying.add_done_callback(self._copying.discard)
         if self._place is None:
@@ -139,16 +182,19 @@ class EvidenceStore:
             log.warning("evidence_not_kept", extra={"number": dropped.manifest.number, "why": why})
         self._waiting.append((evidence, done))
         if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._keep_waiting(self._place))
+            self._task = asyncio.create_task(self._keep_waiting(self._place), name="bundles")
 
     async def finish(self, within_s: float) -> None:
-        """Wait until all bundles are kept and copied, or the time is over.
+        """Wait until all bundles are kept and copied, or the time is over: what is left is logged.
 
         Args:
             within_s: Longest wait in seconds.
         """
         if tasks := self._copying | ({self._task} if self._task is not None else set()):
-            await asyncio.wait(tasks, timeout=within_s)
+            _, left = await asyncio.wait(tasks, timeout=within_s)
+            if left:
+                what = sorted(task.get_name() for task in left)
+                log.warning("evidence_not_finished", extra={"what": what})
 
     async def _copy(
         self,
@@ -202,8 +248,8 @@ def _write(
     temporary = folder / f".{MANIFEST_FILE}"
     temporary.write_text(text)
     os.replace(temporary, folder / MANIFEST_FILE)
-    others = sorted(p for p in root.iterdir() if p.is_dir() and p != folder)
-    for old in others[: -(MAX_BUNDLES - 1)]:
+    found = {path.name: 0 for path in root.iterdir() if path.is_dir()}
+    for old in found.keys() - newest(found, MAX_BUNDLES, 0, folder.name):
         with contextlib.suppress(OSError):
-            shutil.rmtree(old)
+            shutil.rmtree(root / old)
     return folder

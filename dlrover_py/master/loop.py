@@ -53,6 +53,7 @@ from dlrover_py.protocol.agents import (
     ReplicaLocations,
     RestoreCandidates,
 )
+from dlrover_py.protocol.bundles import bucket_of
 from dlrover_py.protocol.checkpoint_id import CheckpointId
 from dlrover_py.protocol.errors import SupersededError, TransientError
 from dlrover_py.protocol.names import NodeId, Term
@@ -477,13 +478,12 @@ class Loop:
         """Keep what is there of the evidence that nodes still send, as this master ends.
 
         Args:
-            within_s: Longest wait for a turn, and for the place of the evidence, in seconds. The
-                end of the wait is no error.
+            within_s: Longest wait in seconds. Its end is no error.
         """
         if self._job is not None and self._job.detectors.end():
-            turned_at = self._turned_at
+            turned_at, turned = self._turned_at, self._dismissed_any
             self.add_events([])
-            await _until(lambda: self._turned_at > turned_at, self._dismissed_any, within_s)
+            within_s = await _until(lambda: self._turned_at > turned_at, turned, within_s)
         await self._evidence.finish(within_s)
 
     def _was_dismissed(self, node_id: NodeId) -> bool:
@@ -514,8 +514,7 @@ class Loop:
             journal = await self._acquire()
             accepted = None if journal is None else journal.read_accepted()
             job = await self._until_works("get_job", lambda: self._platform.get_job(accepted))
-            now, wall = self._clock.now(), self._clock.wall()
-            known = self._platform.known
+            now, wall, known = self._clock.now(), self._clock.wall(), self._platform.known
             # A restored journal may be older than the last term that the platform knows.
             term = Term(max(known.term, journal.term if journal else 0) + 1)
             if journal is None:
@@ -526,6 +525,7 @@ class Loop:
                 self._job = Job.resume(job, self._rules, journal, term=term, now=now, wall=wall)
             bind(job=job.metadata.name, term=self._job.state.term)
             log.info("term_started", extra={"round": self._job.state.round})
+            self._evidence.prepare(bucket_of(job))
             # Before a node begins.
             await self._until_works("servers", lambda: self._servers.open(job))
             async with asyncio.TaskGroup() as tasks:
@@ -833,19 +833,22 @@ class Loop:
                 tries += 1
 
 
-async def _until(over: Callable[[], bool], turned: asyncio.Event, within_s: float) -> None:
-    """Wait until a condition is met. The end of the time is no error.
+async def _until(over: Callable[[], bool], turned: asyncio.Event, within_s: float) -> float:
+    """Wait until a condition is met; return the seconds that are left. Their end is no error.
 
     Args:
         over: The condition.
         turned: Set when it may have become true.
         within_s: Longest wait in seconds.
     """
+    now = asyncio.get_running_loop().time
+    ends_at = now() + within_s
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(within_s):
+        async with asyncio.timeout_at(ends_at):
             while not over():
                 turned.clear()
                 await turned.wait()
+    return max(0.0, ends_at - now())
 
 
 def _end_of_servers(job: Job | None, step: Step) -> ServersPresent | None:

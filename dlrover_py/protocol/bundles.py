@@ -8,13 +8,16 @@ from collections.abc import Mapping, Sequence
 from pydantic import BaseModel, ValidationError
 
 from dlrover_py.protocol.agents import FailureKind
-from dlrover_py.protocol.diagnosis import NodeSnapshot
+from dlrover_py.protocol.diagnosis import EvidenceKind, NodeSnapshot
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import EVIDENCE_FOLDER, NodeId
 from dlrover_py.protocol.status import EvidenceManifest
 
 MAX_BUNDLES = 20
 """Most bundles of a job in a folder or a bucket; the oldest ones are removed."""
+MOST_LOST = 5
+"""Bundles of lost nodes that count like all others. Older ones are removed first: a job that loses
+its nodes often would keep no other evidence."""
 MAX_PACKED_BYTES = 150_000
 """Greatest size of a compressed bundle in a Secret. Nodes beyond it are left out: the lines of the
 manifest have all."""
@@ -128,6 +131,8 @@ def unpacked(data: bytes) -> Bundle:
 def newest(bundles: Mapping[str, int], most: int, most_bytes: int, written: str) -> set[str]:
     """Return the names of the newest bundles that may stay.
 
+    Of lost nodes, the ``MOST_LOST`` newest ones stay, and older ones where there is room.
+
     Args:
         bundles: Size in bytes, by name.
         most: Greatest number of bundles.
@@ -137,9 +142,18 @@ def newest(bundles: Mapping[str, int], most: int, most_bytes: int, written: str)
     """
     kept = {written}
     most_bytes -= bundles[written]
-    for name in sorted(bundles.keys() - kept, reverse=True)[: most - 1]:
+    others = sorted(bundles.keys() - kept, reverse=True)
+    lost = [name for name in others if _is_of_lost(name)]
+    further = lost[MOST_LOST - _is_of_lost(written) :]
+    others = [name for name in others if name not in further] + further
+    for name in others[: most - 1]:
         most_bytes -= bundles[name]
         if most_bytes < 0:
             break
         kept.add(name)
     return kept
+
+
+def _is_of_lost(name: str) -> bool:
+    """Return whether a bundle is of lost nodes, as its name says."""
+    return name.removesuffix(SUFFIX).endswith(f"-{EvidenceKind.LOST.value}")

@@ -19,6 +19,8 @@ UNSHARED: Final = (
     "emptyDir", "ephemeral", "configMap", "secret", "projected", "downwardAPI", "gitRepo", "image",
 )  # fmt: skip
 """Kinds of volumes that each Pod has for itself, or may not write."""
+OPTIONAL: Final = ("secretKeyRef", "configMapKeyRef")
+"""Sources of a variable that may be missing, if the Pod says so."""
 IDENTITY: Final = ("runAsUser", "runAsGroup")
 """Fields of a security context that decide as whom a program writes files."""
 GROUPS: Final = ("fsGroup", "fsGroupChangePolicy", "supplementalGroups", "seLinuxOptions")
@@ -92,6 +94,24 @@ class CutStorage:
 def store_env(container: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the variables of a container that clients of buckets read."""
     return [one for one in _objects(container.get("env")) if _is_for_stores(one)]
+
+
+def optional_env(variables: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return those of a container's variables with which any Pod starts, also without them.
+
+    A Secret or ConfigMap may be missing. Other sources of a value are left out: they belong to the
+    container, or name it.
+    """
+    found = []
+    for one in variables:
+        source = one.get("valueFrom")
+        if source is None:
+            found.append(one)
+        elif isinstance(source, dict):
+            refs = {kind: source[kind] for kind in OPTIONAL if isinstance(source.get(kind), dict)}
+            kept = {kind: {**ref, "optional": True} for kind, ref in refs.items()}
+            found += [{**one, "valueFrom": kept}] if kept else []
+    return found
 
 
 def _security(pod: dict[str, Any], container: dict[str, Any]) -> dict[str, Any]:

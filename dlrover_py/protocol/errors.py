@@ -22,6 +22,8 @@ import resource
 from collections.abc import Iterable
 from enum import IntEnum, StrEnum
 
+from dlrover_py.protocol.words import without_passwords
+
 
 class ExitCode(IntEnum):
     """Exit codes of DLRover-Py's programs. 1: the training failed, as with torchrun."""
@@ -158,11 +160,11 @@ _KINDS = {
 def shown(value: object) -> str:
     """Return a value for an error message: its kind in words, and at most 60 of its characters.
 
-    None is ``nothing``. Control characters are escaped.
+    None is ``nothing``. Control characters are escaped, and passwords of addresses are hidden.
     """
     if value is None:
         return "nothing"
-    text = repr(value)
+    text = without_passwords(repr(value))
     kind = _KINDS.get(type(value), type(value).__name__)
     return f"{kind} {text if len(text) <= 60 else text[:57] + '…'}"
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Final, Literal, Self, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -57,7 +58,7 @@ from dlrover_py.protocol.template import (
     is_deeper,
     reference_faults,
 )
-from dlrover_py.protocol.words import counted
+from dlrover_py.protocol.words import counted, without_passwords
 
 _JOB_NAME = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 JobName = Annotated[str, StringConstraints(pattern=_JOB_NAME, min_length=1, max_length=37)]
@@ -767,6 +768,21 @@ class RestartSpec(_Strict):
     one trains. If false, all are replaced at the same time."""
 
 
+def _has_no_password(address: str) -> str:
+    """Return an address as it is.
+
+    Raises:
+        PydanticCustomError: it has a password.
+    """
+    if without_passwords(address) == address:
+        return address
+    raise PydanticCustomError(
+        "password",
+        "expected an address without a password, which commands and logs would show; put it into "
+        "the environment, such as AWS_SECRET_ACCESS_KEY for s3",
+    )
+
+
 class DiagnosisSpec(_Strict):
     """How a job that stands still, or has wrong values, is found, and what follows."""
 
@@ -801,6 +817,7 @@ class DiagnosisSpec(_Strict):
         Annotated[
             str,
             StringConstraints(max_length=1024, pattern=r"^[A-Za-z][A-Za-z0-9+.-]+://.+$"),
+            AfterValidator(_has_no_password),
         ]
         | None
     ) = None

@@ -13,7 +13,7 @@ from typing import Any
 
 from dlrover_py.protocol import names
 from dlrover_py.protocol.bundles import bucket_of
-from dlrover_py.protocol.cut_storage import CutStorage, store_env
+from dlrover_py.protocol.cut_storage import CutStorage, optional_env, store_env
 from dlrover_py.protocol.job import MASTER_ENV, MASTER_SETTING, ElasticJob
 from dlrover_py.protocol.status import PROGRESS_S
 
@@ -305,7 +305,7 @@ def deployment(job: ElasticJob, cluster_ip: str, options: Options, jobs: int = 1
     }
     env = {variable["name"]: variable for variable in storage.env}
     if bucket_of(job):  # the master copies evidence to it
-        of_workers = store_env(_main(_spec(job.worker.template)))
+        of_workers = optional_env(store_env(_main(_spec(job.worker.template))))
         env = {variable["name"]: variable for variable in of_workers} | env
     pod["containers"][0]["env"] += env.values()
     pod["containers"][0]["volumeMounts"] += storage.mounts

@@ -6,7 +6,7 @@ import pytest
 
 from dlrover_operator import manifests
 from dlrover_operator.manifests import Options
-from dlrover_py.protocol.cut_storage import OWN_FOLDERS, CutStorage
+from dlrover_py.protocol.cut_storage import OWN_FOLDERS, CutStorage, optional_env
 from dlrover_py.protocol.errors import ConfigError, UnsupportedError
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import NODE_MOUNT, TLS_MOUNT, TOKEN_MOUNT
@@ -107,6 +107,8 @@ def test_the_masters_pod_has_the_credentials_of_the_bucket_for_evidence() -> Non
         {"name": "AWS_SECRET_ACCESS_KEY", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}},
         {"name": "OTHER", "value": "y"},
     ]
+    secret = {"secretKeyRef": {"name": "s", "key": "k", "optional": True}}
+    expected = [variables[0], {"name": "AWS_SECRET_ACCESS_KEY", "valueFrom": secret}]
     found = []
     for where in ("s3://bucket/run", "/shared/run"):
         job = job_file(2)
@@ -115,5 +117,28 @@ def test_the_masters_pod_has_the_credentials_of_the_bucket_for_evidence() -> Non
         container["env"] = variables
         made = manifests.deployment(ElasticJob.parse(job), "10.0.0.1", Options("master:1"))
         env = made["spec"]["template"]["spec"]["containers"][0]["env"]
-        found.append([one for one in env if one in variables])
-    assert found == [variables[:2], []]
+        found.append([one for one in env if one["name"].startswith(("AWS_", "OTHER"))])
+    assert found == [expected, []]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (
+            {"configMapKeyRef": {"name": "c", "key": "k", "optional": False}},
+            {"configMapKeyRef": {"name": "c", "key": "k", "optional": True}},
+        ),
+        ({"resourceFieldRef": {"containerName": "main", "resource": "limits.cpu"}}, None),
+        ({"fieldRef": {"fieldPath": "metadata.labels['a']"}}, None),
+        ({}, None),
+        ("odd", None),
+    ],
+)
+def test_no_credential_for_evidence_keeps_the_master_from_its_start(
+    source: object, expected: object
+) -> None:
+    """Copies of evidence are optional: the API server and the kubelet must take the Pod."""
+    variable = {"name": "AWS_ROLE", "valueFrom": source}
+    found = optional_env([variable, {"name": "AWS_REGION", "value": "x"}])
+    assert [one["valueFrom"] for one in found[:-1]] == ([expected] if expected else [])
+    assert found[-1] == {"name": "AWS_REGION", "value": "x"}

@@ -5,10 +5,12 @@ import base64
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+import fsspec
 import pytest
 from click.testing import CliRunner
+from fsspec.implementations.memory import MemoryFileSystem
 
 from dlrover_py.cli.commands import root
 from dlrover_py.cli.evidence import last_known, snapshot_in_copies, with_copies
@@ -230,6 +232,26 @@ def test_the_bundle_that_was_just_written_stays_whatever_its_number_is() -> None
     assert newest(sizes, 2, 15, "000001-slow") == {"000001-slow"}
 
 
+@pytest.mark.parametrize("suffix", ["", ".json.gz"])
+def test_lost_nodes_do_not_push_out_other_evidence(suffix: str) -> None:
+    others = [f"{n:06d}-failure{suffix}" for n in (1, 2, 10)]
+    lost = [f"{n:06d}-lost{suffix}" for n in (3, 4, 5, 6, 7, 8, 9, 11)]
+    sizes = dict.fromkeys([*others, *lost], 10)
+    assert newest(sizes, 8, 110, lost[-1]) == {*others, *lost[-5:]}
+    assert newest(sizes, 8, 110, others[-1]) == {*others, *lost[-5:]}
+    assert newest(sizes, 10, 110, lost[0]) == {*others, lost[0], *lost[-6:]}
+    assert newest(sizes, 6, 110, lost[-1]) == {others[-1], *lost[-5:]}, "the oldest go"
+    assert newest(sizes, 20, 110, lost[-1]) == sizes.keys(), "there is room"
+
+
+async def test_a_folder_keeps_a_failure_that_many_losses_follow(tmp_path: Path) -> None:
+    store = BundleFolder(tmp_path)
+    await store.keep(KeepEvidence(manifest(number=1, kind=EvidenceKind.FAILURE), ()))
+    for number in range(2, 2 + MAX_BUNDLES):
+        await store.keep(KeepEvidence(manifest(number=number, kind=EvidenceKind.LOST), ()))
+    assert [one.number for one in bundles(tmp_path)] == [1, *range(3, 2 + MAX_BUNDLES)]
+
+
 async def test_a_folder_with_later_numbers_takes_a_bundle(tmp_path: Path) -> None:
     store = BundleFolder(tmp_path)
     for number in range(50, 50 + MAX_BUNDLES):
@@ -441,6 +463,30 @@ def test_the_address_of_a_bucket_is_no_path() -> None:
         ElasticJob.parse(document)
 
 
+@pytest.mark.parametrize("address", ["s3://key:secret@host/b", "s3:/key:secret@host/b" + "/b" * 30])
+def test_the_address_of_a_bucket_has_no_password(address: str) -> None:
+    document = job_file(2)
+    document["spec"]["diagnosis"] = {"evidence": address}
+    with pytest.raises(ConfigError, match=r"spec\.diagnosis\.evidence") as told:
+        ElasticJob.parse(document)
+    assert "secret" not in str(told.value)
+
+
+def test_the_password_of_the_directory_of_checkpoints_is_not_told(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = job_file(2)
+    document["spec"]["checkpoint"] = {"dir": "s3://key:secret@host/b"}
+    job = ElasticJob.parse(document)
+    kept = [KeepEvidence(manifest(), (), bucket_of(job))]
+    asyncio.run(keep_all(EvidenceStore(None, BundleCopies("x")), kept))
+    assert with_copies([], job, "x") == []
+    (record,) = caplog.records
+    told = str(vars(record)) + capsys.readouterr().err
+    assert "key:***@host" in told
+    assert "secret" not in told
+
+
 def in_bucket(name: str) -> ElasticJob:
     document = job_file(1)
     document["spec"]["diagnosis"] = {"evidence": f"memory://{name}"}
@@ -453,6 +499,54 @@ async def keep_all(store: EvidenceStore, evidence: list[KeepEvidence]) -> list[E
         store.keep(one, done.append)
         await store.finish(60.0)
     return done
+
+
+class NotedBucket(MemoryFileSystem):
+    """A bucket that notes in which threads it was opened."""
+
+    protocol = "noted"
+    cachable = False
+    opened = threading.Event()
+    threads: ClassVar[list[str]] = []
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.threads.append(threading.current_thread().name)
+        self.opened.set()
+
+
+async def test_the_bucket_of_a_job_is_opened_in_a_thread_before_there_is_a_bundle(
+    tmp_path: Path,
+) -> None:
+    """The last bundle had no copy: the imports took longer than a master has at its end."""
+    fsspec.register_implementation("noted", NotedBucket, clobber=True)
+    document = job_file(1)
+    document["spec"]["diagnosis"] = {"evidence": "noted://b"}
+    platform = StaticPlatform(ElasticJob.parse(document))
+    evidence = EvidenceStore(None, BundleCopies("x"))
+    loop = Loop(platform, FileJournalStore(tmp_path / "journal"), Rules(), evidence=evidence)
+    async with working(loop):
+        assert await asyncio.to_thread(NotedBucket.opened.wait, 60.0)
+    assert NotedBucket.threads == ["evidence-copies"]
+
+
+class HangingFolder:
+    """A place for bundles that takes none."""
+
+    async def keep(self, _: KeepEvidence) -> str:
+        await asyncio.Event().wait()
+        return ""
+
+
+async def test_what_a_master_does_not_finish_at_its_end_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = EvidenceStore(HangingFolder(), cast("BundleCopies", HangingFolder()))
+    store.keep(KeepEvidence(manifest(), (), "memory://x"), lambda _: None)
+    await store.finish(0.01)
+    (record,) = caplog.records
+    assert record.message == "evidence_not_finished"
+    assert vars(record)["what"] == ["bundles", "copy of 000007-hang"]
 
 
 def test_a_bucket_keeps_the_newest_bundles_which_are_listed_and_read() -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import socket
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,10 @@ from dlrover_py.cli.local_jobs import (
     find_to_read,
     running,
 )
+from dlrover_py.cli.runs import began_at, stamp_of
 from dlrover_py.cli.settings import Settings
 from dlrover_py.cli.shared import SharedCluster
-from dlrover_py.cli.shared_record import Record, StartedJob, digest
+from dlrover_py.cli.shared_record import AdoptedProcess, Record, StartedJob, digest
 from dlrover_py.localcluster.cluster import (
     OUTPUT_TAIL,
     JobPaths,
@@ -32,7 +34,8 @@ from dlrover_py.process.identity import ProcessId
 from dlrover_py.protocol.autoscale import NodeAllocation
 from dlrover_py.protocol.errors import ConfigError, DLRoverError, FileLimitError, UnreachableError
 from dlrover_py.protocol.names import STATUS_FILE
-from tests.builders import elastic_job
+from dlrover_py.protocol.status import JobPhase
+from tests.builders import Bench, elastic_job
 from tests.limits import open_files, room_for
 
 
@@ -207,8 +210,11 @@ def test_a_damaged_record_is_refused(tmp_path: Path, text: str) -> None:
         record.read()
 
 
-def recorded(folder: Path, process: ProcessId) -> SharedCluster:
-    """Return a cluster whose record has a job with this process."""
+STARTED = began_at("20261130-010000.500")
+
+
+def recorded(folder: Path, process: ProcessId, *, run: str = "") -> SharedCluster:
+    """Return a cluster whose record has a job with this process, and perhaps its run."""
     settings = Settings(folder / "run", folder / "state", {})
     cluster = SharedCluster(folder / "jobs", settings, 2)
     cluster.folder.mkdir()
@@ -218,6 +224,8 @@ def recorded(folder: Path, process: ProcessId) -> SharedCluster:
         content=digest(cluster.folder / "a.yaml"),
         process=str(process),
         queued_at=1.0,
+        started_at=STARTED,
+        run=run,
         granted=NodeAllocation(nodes=2),
     )
     with cluster.record.locked():
@@ -242,6 +250,80 @@ def test_a_job_that_runs_is_taken_over_at_once_with_the_hosts_that_it_may_have(
     assert job.granted == NodeAllocation(nodes=2)
     assert job.demand().granted == 2
     assert not cluster.files(), "it is not started again"
+
+
+def ended(folder: Path, *, run: str = "") -> SharedCluster:
+    """Return a cluster whose record has a job whose process has ended."""
+    own = ProcessId.of(os.getpid())
+    return recorded(folder, own._replace(started=own.started - 1), run=run)
+
+
+def test_a_job_whose_run_was_removed_has_ended(tmp_path: Path) -> None:
+    """Each later call refused it, as a job of another machine."""
+    cluster = ended(tmp_path, run=str(tmp_path / "state" / "x@20261130-010001.000"))
+    cluster.carry_on()
+    assert (list(cluster.over), cluster.files(), cluster.failed) == (["a.yaml"], [], False)
+
+
+def test_a_run_that_another_machine_has_is_refused_with_the_name_of_the_record(
+    tmp_path: Path,
+) -> None:
+    name = "x@20261130-010001.000"
+    other = prepared(tmp_path, "x", run=name.removeprefix("x"))
+    cluster = ended(tmp_path, run=str(tmp_path / "state" / name))
+    try:
+        with pytest.raises(ConfigError, match="still runs on another machine") as told:
+            cluster.carry_on()
+    finally:
+        other.close()
+    assert str(cluster.record.path) in str(told.value)
+    cluster = SharedCluster(cluster.folder, cluster.settings, 2)
+    cluster.carry_on()
+    assert cluster.files(), "it was killed, and is started again"
+
+
+@pytest.mark.parametrize(
+    ("phase", "failed"), [(JobPhase.SUCCEEDED, False), (JobPhase.FAILED, True)]
+)
+def test_a_job_that_has_ended_before_its_run_was_recorded_is_not_run_again(
+    tmp_path: Path, phase: JobPhase, failed: bool
+) -> None:
+    cluster = ended(tmp_path)
+    status = Bench(elastic_job(1)).job.status(0.0, 1.0)
+    before, own, later = (f"x@20261130-0{n}.000" for n in ("10000", "10001", "20000"))
+    for run, its in ((before, JobPhase.FAILED), (own, phase), (later, JobPhase.FAILED)):
+        folder = tmp_path / "state" / run
+        folder.mkdir()
+        text = status.model_copy(update={"phase": its}).model_dump_json()
+        (folder / STATUS_FILE).write_text(text)
+    (tmp_path / "state" / "x@y").mkdir()
+    cluster.carry_on()
+    assert (list(cluster.over), cluster.files(), cluster.failed) == (["a.yaml"], [], failed)
+    (one,) = cluster.over.values()
+    process = AdoptedProcess(one.model_copy(update={"code": None}), tmp_path / "state")
+    assert (process.killed, process.returncode) == (False, int(failed))
+    shutil.rmtree(tmp_path / "state" / own)
+    shutil.rmtree(tmp_path / "state" / later)
+    assert process.killed, "an earlier run is none of it"
+
+
+def test_the_name_of_a_run_has_its_time() -> None:
+    at = datetime.now().astimezone()
+    assert 0 <= at.timestamp() - began_at(stamp_of(at)) < 0.0011
+
+
+def test_a_record_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:
+    """It is written twice a second."""
+    record = recorded(tmp_path, ProcessId.of(os.getpid())).record
+    jobs, _ = record.read()
+    blocker = record.path.with_suffix(".fresh")
+    for other in ({}, jobs):
+        blocker.mkdir()
+        assert "it is not a regular file" in record.save(other)
+        assert record.save(other) == ""
+        blocker.rmdir()
+        assert record.save(other) == ""
+        assert record.read()[0] == other
 
 
 def test_no_job_is_taken_over_through_a_folder_of_another_user(tmp_path: Path) -> None:
