@@ -36,6 +36,8 @@ LOST_S = 45.0
 jobs keep their sizes. Kubernetes itself waits for 300 seconds before it ends the Pods there."""
 NO_HOSTS = "no host that is shared exists; check the label selector of the allocator"
 """Reason while no host matches: the hosts have not all vanished at the same moment."""
+NO_POOLS = "no host has the label {}, which names its pool; check the pool label of the allocator"
+"""Reason while all hosts are without a pool, which is as probable a mistake."""
 UNREADABLE = "the status of the job cannot be understood"
 """Reason of a job that is left out, because something in its object has another form."""
 LEAVING = (
@@ -101,7 +103,7 @@ class Host:
 
     @classmethod
     def of(cls, obj: Obj, slot: Mapping[str, Decimal], pool_label: str = "") -> Self:
-        """Return the view of an object. A host without the label of pools has room for no node.
+        """Return the view of an object. A host without the label of pools takes no new Pods.
 
         Args:
             obj: the Kubernetes Node.
@@ -121,7 +123,9 @@ class Host:
         labels = obj["metadata"].get("labels") or {}
         pool = labels.get(pool_label, "") if pool_label else ONE_POOL
         spot = any(labels.get(name) == value for name, value in SPOT_LABELS.items())
-        slots = min(rooms, default=1) if pool else 0
+        if not pool:  # the Pods that it has stay
+            ready, lost_at = False, None
+        slots = min(rooms, default=1)
         return cls(obj["metadata"]["name"], slots, ready and not cordoned, lost_at, pool, spot)
 
 
@@ -195,9 +199,14 @@ def decide(
     hosts = list(hosts)
     if not hosts and not shared.capacity:
         return hold(jobs, now, NO_HOSTS)
+    if hosts and not any(host.pool for host in hosts):
+        return hold(jobs, now, NO_POOLS.format(shared.pool_label))
     closed = {host.name for host in hosts if not host.open and not host.lost_in(now)}
     # A Pod that ends on a host that takes no others holds nothing that a job could have.
     holding = [pod for pod in pods if pod.holds and not (pod.ends and pod.host in closed)]
+    # A host that has lost its label counts with the pool that its Pods were created for.
+    meant = {pod.host: pod.placement for pod in holding}
+    hosts = [host if host.pool else replace(host, pool=meant.get(host.name, "")) for host in hosts]
     held = Counter(pod.job for pod in holding)
     hosted = Counter(pod.job for pod in holding if pod.host)
     found: dict[Key, NodeAllocation] = {}
@@ -241,7 +250,9 @@ def decide(
         used += pools
         size = max(demand.size, pools.total() - demand.standbys)
         standing = min(demand.standbys, max(0, pools.total() - size))
-        promised = Counter({p.name: p.nodes for p in granted.placements} if granted else {})
+        promised = Counter(
+            {p.name: p.nodes for p in granted.placements if p.name} if granted else {}
+        )
         policy = demand.spot_policy if shared.pool_label else "any"
         demand = replace(demand, size=size, standing=standing, spot_policy=policy)
         demands[key] = replace(demand, placed=pools | promised), granted
@@ -486,9 +497,11 @@ def _places(
     """
     if not (shared.pool_label and one.nodes) or len(one.pools) >= MOST_PLACES:
         return []
-    found = dict(one.pools)
+    pools = [pool for pool in pools if pool.name]
+    found = {name: nodes for name, nodes in one.pools.items() if name}
     # Each node needs a place: a Pod without one would be created and ended again and again.
-    missing = one.nodes + one.standbys - sum(found.values())
+    kept = min(one.pools.get("", 0), loose[""])
+    missing = one.nodes + one.standbys - kept - sum(found.values())
     if missing > 0 and pools:
         most = max(sorted(found or {pool.name for pool in pools}), key=lambda n: found.get(n, 0))
         found[most] = found.get(most, 0) + missing

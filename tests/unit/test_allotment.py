@@ -617,6 +617,30 @@ def test_pods_from_before_there_were_pools_stay_where_they_are() -> None:
     assert [pod.placement for pod in world.pods] == ["", "", "", "stable"]
 
 
+def test_if_no_host_has_the_label_of_pools_all_jobs_keep_their_sizes() -> None:
+    hosts = [Host.of(node(host.name), {}, "mistyped") for host in HOSTS]
+    shared = SharedHosts(selector="a=b", pool_label="mistyped")
+    (one,) = decide([member()], hosts, MEMBERS, shared, NOW).values()
+    assert one.nodes == 4
+    assert one.reason.startswith("4 nodes: kept, because no host has the label mistyped")
+
+
+@pytest.mark.parametrize("placement", ["", "cheap", "stable"])
+def test_pods_stay_on_hosts_without_the_label_of_pools(placement: str) -> None:
+    """Whether the hosts never had it, or have lost it; such hosts get no further Pods."""
+    world = Pools.of(2, 0, job("a", 4, 4))
+    world.hosts += [Host.of(node(f"c{n}"), {}, "k.sh/type") for n in range(3)]
+    uid = "default", "u-a"
+    world.pods = [HeldPod(uid, host, True, placement="stable") for host in ("a0", "a1")]
+    world.pods += [HeldPod(uid, host, True, placement=placement) for host in ("c0", "c1")]
+    world.jobs["a"]["status"] = {"allocation": {"nodes": 4}}
+    before = list(world.pods)
+    world.jobs["b"] = job("b", 1, 1)
+    world.settle()
+    assert world.pods == before
+    assert (world.allocation("a").nodes, world.allocation("b").nodes) == (4, 0)
+
+
 def test_a_spot_host_with_pods_that_takes_no_more_is_reclaimed_once() -> None:
     world = Pools.of(1, 3, job("a", 3, 1))
     world.settle()
@@ -755,7 +779,8 @@ def test_hosts_count_by_what_is_allocatable() -> None:
     noticed["metadata"]["labels"] = labels
     pooled = Host.of(noticed, {}, "k.sh/type")
     assert (pooled.pool, pooled.spot, pooled.slots) == ("cheap", True, 1)
-    assert Host.of(noticed, {}, "k.sh/other").slots == 0
+    unpooled = Host.of(noticed, {}, "k.sh/other")
+    assert (unpooled.slots, unpooled.usable(NOW)) == (1, False)
     assert decide([job("a", 9, 1)], hosts, (), shared, NOW)["default", "a"].nodes == 3
     a = "default", "u-a"
     pods = [HeldPod(a, host, True) for host in ("a", "e", "")] + [HeldPod(a, "e", False)]
