@@ -53,7 +53,8 @@ RECLAIMS = 3
 """Reclaimed nodes within :data:`HORIZON_S` after which a spot pool gets no further nodes."""
 
 SpotPolicy = Literal["onDemandMin", "any"]
-"""``onDemandMin``: the minimum is on stable hosts. ``any``: all nodes may be on spot hosts."""
+"""``onDemandMin``: a job starts with its minimum on stable hosts, and keeps it there if it can.
+``any``: all nodes may be on spot hosts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -407,20 +408,21 @@ def _admitted(
         # A job that starts must have room for its standbys. Later it gives them up one by one.
         needs = least + (0 if has_nodes else demand.standbys)
         running -= least if has_nodes else 0
-        on_stable = demand.spot_policy == "onDemandMin"
+        choosy = demand.spot_policy == "onDemandMin"
+        on_stable = choosy and not has_nodes  # a lost stable host stops no job that has others
         room = min(left, stable_left) if on_stable else left
         if first is not None and not has_nodes:
             waiting[demand.name] = f"held back: {first.name} waits before it"
             continue
         if needs > room:
-            hosts = "stable nodes" if on_stable else "nodes"
+            kind = "stable node" if on_stable else "node"
             possible = stable if on_stable else total
             beside = f" with {counted(needs - least, 'standby')}" if needs > least else ""
             waiting[demand.name] = (
-                f"held back: it needs {counted(needs, 'node')}{beside}, and the cluster has "
+                f"held back: it needs {counted(needs, kind)}{beside}, and the cluster has "
                 f"{possible}"
                 if needs > possible
-                else f"held back: it needs {needs} {hosts}{beside}, and {room} are left by other "
+                else f"held back: it needs {needs} {kind}s{beside}, and {room} are left by other "
                 "jobs"
             )
             if needs <= possible and abs(now - demand.waits_since) > PATIENCE_S:
@@ -430,7 +432,7 @@ def _admitted(
         standbys = min(demand.standbys, max(0, left - running if has_nodes else left))
         left -= standbys
         # What may be on any host leaves the stable ones to those that need them, if it can.
-        stable_left = stable_left - least if on_stable else min(stable_left, left)
+        stable_left = max(0, stable_left - least) if choosy else min(stable_left, left)
         start = demand.granted if demand.granted is not None else demand.size
         most = demand.most
         nodes = min(most, max(least, demand.fit(start)))

@@ -264,12 +264,12 @@ def decide(
     room = rooms.total()
     kept = sum(_kept(demand, room) for demand, _ in demands.values())
     _keep_free(rooms, used, min(coming, max(0, room - kept)))
-    spot = {host.pool for host in hosts if host.spot} if shared.pool_label else set[str]()
+    stable = {host.pool for host in hosts if not host.spot}
     every = [
         Pool(
             name=name,
             nodes=nodes,
-            spot=name in spot,
+            spot=bool(shared.pool_label) and name not in stable,
             reclaimed_at=tuple(reclaims.get(name, ())),
             used=used[name],
         )
