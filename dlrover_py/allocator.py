@@ -102,6 +102,8 @@ class Demand:
     spot_policy: SpotPolicy = "any"
     placed: Mapping[str, int] = field(default_factory=dict)
     """Nodes that exist in each pool, or may be created there, by its name; with standbys."""
+    avoids: frozenset[str] = frozenset()
+    """Pools in which no further nodes can be created."""
 
     @property
     def least(self) -> int:
@@ -690,18 +692,22 @@ class _Rooms:
         for name in sorted(placed, key=lambda n: (-placed[n], n)):
             self.take(here, name, min(placed[name] - here.get(name, 0), nodes - sum(here.values())))
 
-    def add(self, here: dict[str, int], nodes: int) -> None:
+    def add(self, here: dict[str, int], nodes: int, avoids: frozenset[str]) -> None:
         """Place further nodes: beside others of the job, else in the smallest pool with room.
 
         Args:
             here: nodes of the job by pool, which grow.
             nodes: nodes of the job after it, at most.
+            avoids: pools to leave out.
         """
-        for name in sorted(here, key=lambda n: (-here[n], n)):
+        for name in sorted(here.keys() - avoids, key=lambda n: (-here[n], n)):
             self.take(here, name, nodes - sum(here.values()))
-        while (missing := nodes - sum(here.values())) > 0 and self._order:
-            fits = bisect.bisect_left(self._order, (missing, ""))
-            left, name = self._order[min(fits, len(self._order) - 1)]
+        while (missing := nodes - sum(here.values())) > 0:
+            order = [one for one in self._order if one[1] not in avoids] if avoids else self._order
+            if not order:
+                return
+            fits = bisect.bisect_left(order, (missing, ""))
+            left, name = order[min(fits, len(order) - 1)]
             if left <= 0:
                 return
             self.take(here, name, missing)
@@ -729,22 +735,26 @@ def _placed(
     spot = _Rooms({pool.name: usable[pool.name] for pool in pools if pool.spot})
     where: dict[str, dict[str, int]] = {demand.name: {} for demand in order}
     most = {name: one.nodes + (one.standbys if one.nodes else 0) for name, one in granted.items()}
+    left = sum(stable.left.values())
     for choosy, rooms in ((True, (stable,)), (False, (spot, stable))):
-        least = [
-            (where[d.name], d.placed, min(d.least, granted[d.name].nodes))
-            for d in order
-            if (d.spot_policy == "onDemandMin") is choosy
-        ]
-        for here, placed, nodes in least:
+        least: list[tuple[Demand, dict[str, int], int]] = []
+        for demand in order:
+            if (demand.spot_policy == "onDemandMin") is choosy:
+                nodes = min(demand.least, granted[demand.name].nodes)
+                if choosy:  # if there are too few, the first ones have them
+                    nodes = min(nodes, left)
+                    left -= nodes
+                least.append((demand, where[demand.name], nodes))
+        for demand, here, nodes in least:
             for room in rooms:
-                room.keep(here, placed, nodes)
-        for here, _, nodes in least:
+                room.keep(here, demand.placed, nodes)
+        for demand, here, nodes in least:
             for room in rooms:
-                room.add(here, nodes)
+                room.add(here, nodes, demand.avoids)
     for demand in order:  # what is there stays, before anything new takes its place
         for room in (stable, spot):
             room.keep(where[demand.name], demand.placed, most[demand.name])
     for demand in order:
         for room in (spot, stable):
-            room.add(where[demand.name], most[demand.name])
+            room.add(where[demand.name], most[demand.name], demand.avoids)
     return {name: replace(one, pools=where[name]) for name, one in granted.items()}

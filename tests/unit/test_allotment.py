@@ -615,6 +615,15 @@ def test_a_job_with_nodes_goes_on_although_its_minimum_finds_no_stable_hosts(
     assert world.placed("a") == Counter(stable=stable - 1, cheap=spot)
 
 
+def test_a_job_that_starts_has_the_stable_hosts_of_a_less_important_one() -> None:
+    world = Pools.of(1, 1, job("low", 1, 1, spotPolicy="onDemandMin"))
+    world.settle()
+    assert world.placed("low") == {"stable": 1}
+    world.jobs["high"] = job("high", 1, 1, spotPolicy="onDemandMin", priority="high")
+    world.settle()
+    assert (world.placed("high"), world.placed("low")) == ({"stable": 1}, {"cheap": 1})
+
+
 def test_a_pool_is_a_spot_pool_if_all_of_its_hosts_are() -> None:
     world = Pools.of(4, 0, job("a", 4, 4, spotPolicy="onDemandMin"))
     world.hosts.append(replace(world.hosts[0], name="new", spot=True))
@@ -674,6 +683,58 @@ def test_pods_stay_on_hosts_without_the_label_of_pools(placement: str) -> None:
     world.settle()
     assert world.pods == before
     assert (world.allocation("a").nodes, world.allocation("b").nodes) == (4, 0)
+
+
+SELECTED = {"nodeSelector": {"k.sh/type": "stable"}}
+REQUIRED = {
+    "nodeSelectorTerms": [{"matchExpressions": [{"key": "k.sh/type", "operator": "Exists"}]}]
+}
+AFFINE = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": REQUIRED}}
+
+
+@pytest.mark.parametrize("chosen", [SELECTED, {"affinity": AFFINE}], ids=["selector", "affinity"])
+def test_a_job_that_selects_its_pool_itself_has_no_places(chosen: Obj) -> None:
+    mine = job("a", 2, 1)
+    mine["spec"]["replicaSpecs"]["worker"]["template"]["spec"] |= chosen
+    writes = decide([mine], Pools.of(2, 2).hosts, (), POOLED, NOW)
+    assert writes["default", "a"].nodes == 2
+    assert writes["default", "a"].placements == []
+
+
+SPOT_TAINT = {"key": "k.sh/spot", "value": "spot", "effect": "NoSchedule"}
+
+
+@pytest.mark.parametrize(
+    ("tolerations", "usable"),
+    [
+        ([], False),
+        ([{"key": "k.sh/spot", "value": "spot"}], True),
+        ([{"key": "k.sh/spot", "operator": "Exists", "effect": "NoSchedule"}], True),
+        ([{"operator": "Exists"}], True),
+        ([{"key": "k.sh/spot", "value": "spot", "effect": "NoExecute"}], False),
+        ([{"key": "k.sh/spot"}], False),
+    ],
+)
+def test_a_pool_with_a_taint_that_a_job_does_not_tolerate_is_no_place(
+    tolerations: list[Obj], usable: bool
+) -> None:
+    """A taint that all pools have does not matter: the cluster may add its toleration."""
+    mine = job("a", 3, 3)
+    mine["spec"]["replicaSpecs"]["worker"]["template"]["spec"]["tolerations"] = tolerations
+    hosts = []
+    for number in range(8):
+        pool, spot = ("cheap", True) if number < 4 else ("stable", False)
+        obj = node(f"h{number}")
+        obj["metadata"]["labels"] = {
+            "k.sh/type": pool,
+            "elasticjob.dlrover/spot": str(spot).lower(),
+        }
+        taints = [{"key": "gpu", "effect": "NoSchedule"}, *[SPOT_TAINT] * spot]
+        taints += [{"key": "node.kubernetes.io/x", "effect": "NoExecute"}] * (not spot)
+        obj["spec"]["taints"] = taints
+        hosts.append(Host.of(obj, {}, "k.sh/type"))
+    (one,) = decide([mine], hosts, (), POOLED, NOW)["default", "a"].placements
+    assert (one.name, one.nodes) == ("cheap" if usable else "stable", 3)
 
 
 def test_a_spot_host_with_pods_that_takes_no_more_is_reclaimed_once() -> None:

@@ -198,7 +198,7 @@ def test_a_place_that_a_queue_has_given_is_added_to_what_the_template_asks_for()
     place = PodPlace(
         name="spot",
         nodes=1,
-        node_selector={"pool": "s"},
+        node_selector={"pool": "s", "gpu": "any"},
         tolerations=[{"key": "b"}],
         labels={"cost": "team", LABEL_PLACEMENT: "other"},
         annotations={"autoscaling.x-k8s.io/consume-provisioning-request": "r"},

@@ -114,7 +114,8 @@ def pod(
         node: Id of the node.
         pod_context: Values that all Pods of the job share.
         avoid: Hosts that the Pod must not be placed on.
-        place: The kind of hosts that it must be placed on; None for all.
+        place: The kind of hosts that it must be placed on; None for all. What the template
+            selects by the same label stays.
         given: Other memory and CPUs for the main container. It has no effect on what the template
             does not limit or request. Less memory than in the template is given only by advice.
         stable: Whether the Pod must not be placed on a spot host.
@@ -176,7 +177,7 @@ def pod(
     if place is not None:
         meta["labels"] = {**place.labels, **meta["labels"], names.LABEL_PLACEMENT: place.name}
         meta["annotations"] |= place.annotations
-        spec["nodeSelector"] = {**(spec.get("nodeSelector") or {}), **place.node_selector}
+        spec["nodeSelector"] = {**place.node_selector, **(spec.get("nodeSelector") or {})}
         spec["tolerations"] = [*(spec.get("tolerations") or []), *place.tolerations]
     return {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
 
