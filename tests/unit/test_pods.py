@@ -227,6 +227,14 @@ def test_a_pod_goes_where_there_is_room_or_where_least_is_lacking(
     assert place_for([], taken) is None
 
 
+def test_a_pod_that_replaces_one_without_a_place_gets_a_place() -> None:
+    nameless = PodPlace(name="", nodes=4)
+    found = place_for([PodPlace(name="a", nodes=0), nameless], {"": 3})
+    assert found is not None
+    assert found.name == "a"
+    assert place_for([nameless], {}) == nameless
+
+
 def test_hosts_are_kept_out_of_every_alternative_that_the_template_has() -> None:
     """Terms are alternatives: one more of them would let more hosts in."""
     a = {"matchExpressions": [{"key": "zone", "operator": "In", "values": ["a"]}]}
