@@ -219,6 +219,8 @@ def decide(
     closed = {host.name for host in hosts if not host.open and not host.lost_in(now)}
     # A Pod that ends on a host that takes no others holds nothing that a job could have.
     holding = [pod for pod in pods if pod.holds and not (pod.ends and pod.host in closed)]
+    stable = {host.pool for host in hosts if not host.spot}
+    taints = _taints(hosts) if shared.pool_label else {}
     # A host that has lost its label counts with the pool that its Pods were created for.
     meant = {pod.host: pod.placement for pod in holding}
     hosts = [host if host.pool else replace(host, pool=meant.get(host.name, "")) for host in hosts]
@@ -226,7 +228,6 @@ def decide(
     hosted = Counter(pod.job for pod in holding if pod.host)
     found: dict[Key, NodeAllocation] = {}
     demands: dict[Key, tuple[Demand, NodeAllocation | None]] = {}
-    taints = _taints(hosts) if shared.pool_label else {}
     choosing: set[JobUid] = set()
     """Jobs that choose their pools themselves."""
     asking: dict[JobUid, Key] = {}
@@ -292,7 +293,6 @@ def decide(
     room = rooms.total()
     kept = sum(_kept(demand, room) for demand, _ in demands.values())
     _keep_free(rooms, used, min(coming, max(0, room - kept)))
-    stable = {host.pool for host in hosts if not host.spot}
     every = [
         Pool(
             name=name,

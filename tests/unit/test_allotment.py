@@ -615,6 +615,19 @@ def test_a_job_with_nodes_goes_on_although_its_minimum_finds_no_stable_hosts(
     assert world.placed("a") == Counter(stable=stable - 1, cheap=spot)
 
 
+def test_a_spot_pool_stays_one_if_one_of_its_hosts_loses_its_labels() -> None:
+    """The label of pools may be the one that says that a host is a spot host."""
+    world = Pools.of(0, 4, job("a", 2, 2))
+    world.settle()
+    lost = next(pod.host for pod in world.pods)
+    world.hosts = [
+        Host.of(node(lost), {}, "k.sh/type") if host.name == lost else host for host in world.hosts
+    ]
+    world.jobs["b"] = job("b", 1, 1, spotPolicy="onDemandMin")
+    writes = decide(world.jobs.values(), world.hosts, world.pods, POOLED, world.now)
+    assert writes["default", "b"].nodes == 0
+
+
 def test_a_job_that_starts_has_the_stable_hosts_of_a_less_important_one() -> None:
     world = Pools.of(1, 1, job("low", 1, 1, spotPolicy="onDemandMin"))
     world.settle()
