@@ -53,7 +53,8 @@ RECLAIMS = 3
 """Reclaimed nodes within :data:`HORIZON_S` after which a spot pool gets no further nodes."""
 
 SpotPolicy = Literal["onDemandMin", "any"]
-"""``onDemandMin``: the minimum is on stable hosts. ``any``: all nodes may be on spot hosts."""
+"""``onDemandMin``: a job starts with its minimum on stable hosts, and keeps it there if it can.
+``any``: all nodes may be on spot hosts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +102,8 @@ class Demand:
     spot_policy: SpotPolicy = "any"
     placed: Mapping[str, int] = field(default_factory=dict)
     """Nodes that exist in each pool, or may be created there, by its name; with standbys."""
+    avoids: frozenset[str] = frozenset()
+    """Pools in which no further nodes can be created."""
 
     @property
     def least(self) -> int:
@@ -407,20 +410,21 @@ def _admitted(
         # A job that starts must have room for its standbys. Later it gives them up one by one.
         needs = least + (0 if has_nodes else demand.standbys)
         running -= least if has_nodes else 0
-        on_stable = demand.spot_policy == "onDemandMin"
+        choosy = demand.spot_policy == "onDemandMin"
+        on_stable = choosy and not has_nodes  # a lost stable host stops no job that has others
         room = min(left, stable_left) if on_stable else left
         if first is not None and not has_nodes:
             waiting[demand.name] = f"held back: {first.name} waits before it"
             continue
         if needs > room:
-            hosts = "stable nodes" if on_stable else "nodes"
+            kind = "stable node" if on_stable else "node"
             possible = stable if on_stable else total
             beside = f" with {counted(needs - least, 'standby')}" if needs > least else ""
             waiting[demand.name] = (
-                f"held back: it needs {counted(needs, 'node')}{beside}, and the cluster has "
+                f"held back: it needs {counted(needs, kind)}{beside}, and the cluster has "
                 f"{possible}"
                 if needs > possible
-                else f"held back: it needs {needs} {hosts}{beside}, and {room} are left by other "
+                else f"held back: it needs {needs} {kind}s{beside}, and {room} are left by other "
                 "jobs"
             )
             if needs <= possible and abs(now - demand.waits_since) > PATIENCE_S:
@@ -430,7 +434,7 @@ def _admitted(
         standbys = min(demand.standbys, max(0, left - running if has_nodes else left))
         left -= standbys
         # What may be on any host leaves the stable ones to those that need them, if it can.
-        stable_left = stable_left - least if on_stable else min(stable_left, left)
+        stable_left = max(0, stable_left - least) if choosy else min(stable_left, left)
         start = demand.granted if demand.granted is not None else demand.size
         most = demand.most
         nodes = min(most, max(least, demand.fit(start)))
@@ -688,18 +692,22 @@ class _Rooms:
         for name in sorted(placed, key=lambda n: (-placed[n], n)):
             self.take(here, name, min(placed[name] - here.get(name, 0), nodes - sum(here.values())))
 
-    def add(self, here: dict[str, int], nodes: int) -> None:
+    def add(self, here: dict[str, int], nodes: int, avoids: frozenset[str]) -> None:
         """Place further nodes: beside others of the job, else in the smallest pool with room.
 
         Args:
             here: nodes of the job by pool, which grow.
             nodes: nodes of the job after it, at most.
+            avoids: pools to leave out.
         """
-        for name in sorted(here, key=lambda n: (-here[n], n)):
+        for name in sorted(here.keys() - avoids, key=lambda n: (-here[n], n)):
             self.take(here, name, nodes - sum(here.values()))
-        while (missing := nodes - sum(here.values())) > 0 and self._order:
-            fits = bisect.bisect_left(self._order, (missing, ""))
-            left, name = self._order[min(fits, len(self._order) - 1)]
+        while (missing := nodes - sum(here.values())) > 0:
+            order = [one for one in self._order if one[1] not in avoids] if avoids else self._order
+            if not order:
+                return
+            fits = bisect.bisect_left(order, (missing, ""))
+            left, name = order[min(fits, len(order) - 1)]
             if left <= 0:
                 return
             self.take(here, name, missing)
@@ -727,22 +735,26 @@ def _placed(
     spot = _Rooms({pool.name: usable[pool.name] for pool in pools if pool.spot})
     where: dict[str, dict[str, int]] = {demand.name: {} for demand in order}
     most = {name: one.nodes + (one.standbys if one.nodes else 0) for name, one in granted.items()}
+    left = sum(stable.left.values())
     for choosy, rooms in ((True, (stable,)), (False, (spot, stable))):
-        least = [
-            (where[d.name], d.placed, min(d.least, granted[d.name].nodes))
-            for d in order
-            if (d.spot_policy == "onDemandMin") is choosy
-        ]
-        for here, placed, nodes in least:
+        least: list[tuple[Demand, dict[str, int], int]] = []
+        for demand in order:
+            if (demand.spot_policy == "onDemandMin") is choosy:
+                nodes = min(demand.least, granted[demand.name].nodes)
+                if choosy:  # if there are too few, the first ones have them
+                    nodes = min(nodes, left)
+                    left -= nodes
+                least.append((demand, where[demand.name], nodes))
+        for demand, here, nodes in least:
             for room in rooms:
-                room.keep(here, placed, nodes)
-        for here, _, nodes in least:
+                room.keep(here, demand.placed, nodes)
+        for demand, here, nodes in least:
             for room in rooms:
-                room.add(here, nodes)
+                room.add(here, nodes, demand.avoids)
     for demand in order:  # what is there stays, before anything new takes its place
         for room in (stable, spot):
             room.keep(where[demand.name], demand.placed, most[demand.name])
     for demand in order:
         for room in (spot, stable):
-            room.add(where[demand.name], most[demand.name])
+            room.add(where[demand.name], most[demand.name], demand.avoids)
     return {name: replace(one, pools=where[name]) for name, one in granted.items()}

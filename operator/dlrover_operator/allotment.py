@@ -36,6 +36,8 @@ LOST_S = 45.0
 jobs keep their sizes. Kubernetes itself waits for 300 seconds before it ends the Pods there."""
 NO_HOSTS = "no host that is shared exists; check the label selector of the allocator"
 """Reason while no host matches: the hosts have not all vanished at the same moment."""
+NO_POOLS = "no host has the label {}, which names its pool; check the pool label of the allocator"
+"""Reason while all hosts are without a pool, which is as probable a mistake."""
 UNREADABLE = "the status of the job cannot be understood"
 """Reason of a job that is left out, because something in its object has another form."""
 LEAVING = (
@@ -45,10 +47,14 @@ LEAVING = (
     "karpenter.sh/disrupted",
 )
 """Taints of hosts that are about to be taken away. They count as cordoned."""
+PASSING = ("node.kubernetes.io/", "node.cloudprovider.kubernetes.io/")
+"""Prefixes of taints that tell the state of a host, and not for which Pods it is meant."""
 ONE_POOL = "hosts"
 """Name of the only pool, if hosts are not told apart."""
 MOST_PLACES = 64
 """Most pools that a job is placed in. With more of them, the scheduler places its Pods."""
+Taint = tuple[str, str, str]
+"""Key, value and effect."""
 FAULTS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """What a malformed document of a job raises where it is read."""
 
@@ -85,6 +91,8 @@ class Host:
     """Name of its pool."""
     spot: bool = False
     """Whether it may be taken away at short notice."""
+    taints: frozenset[Taint] = frozenset()
+    """What a Pod must tolerate to be placed there."""
 
     def lost_in(self, now: float) -> float:
         """Return after how many seconds it counts as lost; 0 if it does not count any more.
@@ -101,7 +109,7 @@ class Host:
 
     @classmethod
     def of(cls, obj: Obj, slot: Mapping[str, Decimal], pool_label: str = "") -> Self:
-        """Return the view of an object. A host without the label of pools has room for no node.
+        """Return the view of an object. A host without the label of pools takes no new Pods.
 
         Args:
             obj: the Kubernetes Node.
@@ -115,14 +123,25 @@ class Host:
         about = next((c for c in conditions if c.get("type") == "Ready"), {})
         ready = about.get("status") == "True"
         spec = obj.get("spec") or {}
-        leaving = any(taint.get("key") in LEAVING for taint in spec.get("taints") or ())
+        listed: list[Obj] = spec.get("taints") or []
+        leaving = any(taint.get("key") in LEAVING for taint in listed)
+        taints = frozenset(
+            (one["key"], one.get("value") or "", one["effect"])
+            for one in listed
+            if one.get("effect") in ("NoSchedule", "NoExecute")
+            and not one["key"].startswith(PASSING)
+            and one["key"] not in LEAVING
+        )
         cordoned = bool(spec.get("unschedulable")) or leaving
         lost_at = None if ready or cordoned else unix_seconds(about.get("lastTransitionTime"))
         labels = obj["metadata"].get("labels") or {}
         pool = labels.get(pool_label, "") if pool_label else ONE_POOL
         spot = any(labels.get(name) == value for name, value in SPOT_LABELS.items())
-        slots = min(rooms, default=1) if pool else 0
-        return cls(obj["metadata"]["name"], slots, ready and not cordoned, lost_at, pool, spot)
+        if not pool:  # the Pods that it has stay
+            ready, lost_at = False, None
+        slots = min(rooms, default=1)
+        usable = ready and not cordoned
+        return cls(obj["metadata"]["name"], slots, usable, lost_at, pool, spot, taints)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,13 +214,22 @@ def decide(
     hosts = list(hosts)
     if not hosts and not shared.capacity:
         return hold(jobs, now, NO_HOSTS)
+    if hosts and not any(host.pool for host in hosts):
+        return hold(jobs, now, NO_POOLS.format(shared.pool_label))
     closed = {host.name for host in hosts if not host.open and not host.lost_in(now)}
     # A Pod that ends on a host that takes no others holds nothing that a job could have.
     holding = [pod for pod in pods if pod.holds and not (pod.ends and pod.host in closed)]
+    stable = {host.pool for host in hosts if not host.spot}
+    taints = _taints(hosts) if shared.pool_label else {}
+    # A host that has lost its label counts with the pool that its Pods were created for.
+    meant = {pod.host: pod.placement for pod in holding}
+    hosts = [host if host.pool else replace(host, pool=meant.get(host.name, "")) for host in hosts]
     held = Counter(pod.job for pod in holding)
     hosted = Counter(pod.job for pod in holding if pod.host)
     found: dict[Key, NodeAllocation] = {}
     demands: dict[Key, tuple[Demand, NodeAllocation | None]] = {}
+    choosing: set[JobUid] = set()
+    """Jobs that choose their pools themselves."""
     asking: dict[JobUid, Key] = {}
     """The jobs of ``demands``."""
     given_up: Counter[JobUid] = Counter()
@@ -212,6 +240,12 @@ def decide(
         granted = ElasticJob.allocation_in(obj)
         try:
             demand = _demand(obj, held[uid], hosted[uid], now)
+            if isinstance(demand, Demand) and shared.pool_label:
+                template = obj["spec"]["replicaSpecs"]["worker"].get("template") or {}
+                spec = template.get("spec") or {}
+                demand = replace(demand, avoids=_not_tolerated(spec, taints))
+                if _selects(spec, shared.pool_label):
+                    choosing.add(uid)
         except FAULTS as error:
             # Whoever may write one job must not stop the decisions for all others.
             demand = 0 if granted is None else max(0, granted.nodes - hosted[uid])
@@ -241,7 +275,13 @@ def decide(
         used += pools
         size = max(demand.size, pools.total() - demand.standbys)
         standing = min(demand.standbys, max(0, pools.total() - size))
-        promised = Counter({p.name: p.nodes for p in granted.placements} if granted else {})
+        promised = Counter(
+            {
+                place.name: place.nodes
+                for place in (granted.placements if granted else ())
+                if place.name and place.name not in demand.avoids
+            }
+        )
         policy = demand.spot_policy if shared.pool_label else "any"
         demand = replace(demand, size=size, standing=standing, spot_policy=policy)
         demands[key] = replace(demand, placed=pools | promised), granted
@@ -253,12 +293,11 @@ def decide(
     room = rooms.total()
     kept = sum(_kept(demand, room) for demand, _ in demands.values())
     _keep_free(rooms, used, min(coming, max(0, room - kept)))
-    spot = {host.pool for host in hosts if host.spot} if shared.pool_label else set[str]()
     every = [
         Pool(
             name=name,
             nodes=nodes,
-            spot=name in spot,
+            spot=bool(shared.pool_label) and name not in stable,
             reclaimed_at=tuple(reclaims.get(name, ())),
             used=used[name],
         )
@@ -269,7 +308,11 @@ def decide(
     sizes = allocate(wishes, every, now, hold_s=shared.hold_s, busy=busy)
     loose = _loose(holding, hosts)
     places = {
-        key: _places(sizes[demands[key][0].name], every, loose.get(uid, Counter()), shared)
+        key: []
+        if uid in choosing
+        else _places(
+            demands[key][0], sizes[demands[key][0].name], every, loose.get(uid, Counter()), shared
+        )
         for uid, key in asking.items()
     }
     for key, (demand, granted) in demands.items():
@@ -470,8 +513,61 @@ def _loose(pods: Iterable[HeldPod], hosts: Iterable[Host]) -> dict[JobUid, Count
     return found
 
 
+def _taints(hosts: Iterable[Host]) -> dict[str, frozenset[Taint]]:
+    """Return the taints that all hosts of a pool have, by pool.
+
+    Those of all pools are left out. They say nothing about which pool is better, and the cluster
+    may add a toleration to the Pods, as GKE does for its GPUs.
+    """
+    found: dict[str, frozenset[Taint]] = {}
+    for host in hosts:
+        if host.pool:
+            found[host.pool] = found.get(host.pool, host.taints) & host.taints
+    common = frozenset[Taint].intersection(*found.values()) if found else frozenset[Taint]()
+    return {pool: taints - common for pool, taints in found.items() if taints - common}
+
+
+def _not_tolerated(spec: Obj, taints: Mapping[str, frozenset[Taint]]) -> frozenset[str]:
+    """Return the pools with a taint that a Pod does not tolerate.
+
+    Args:
+        spec: the Pod spec of a template.
+        taints: the taints of pools.
+    """
+    tolerations: list[Obj] = spec.get("tolerations") or []
+
+    def tolerated(taint: Taint) -> bool:
+        key, value, effect = taint
+        return any(
+            (one.get("effect") or effect) == effect
+            and (
+                (one.get("key") or key) == key
+                if one.get("operator") == "Exists"
+                else (one.get("key"), one.get("value") or "") == (key, value)
+            )
+            for one in tolerations
+        )
+
+    return frozenset(name for name, found in taints.items() if not all(map(tolerated, found)))
+
+
+def _selects(spec: Obj, label: str) -> bool:
+    """Return whether a Pod may be only on hosts that its own spec selects by a label."""
+    affinity = (spec.get("affinity") or {}).get("nodeAffinity") or {}
+    required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}
+    return label in (spec.get("nodeSelector") or {}) or any(
+        one.get("key") == label
+        for term in required.get("nodeSelectorTerms") or ()
+        for one in term.get("matchExpressions") or ()
+    )
+
+
 def _places(
-    one: Allocation, pools: Sequence[Pool], loose: Counter[str], shared: SharedHosts
+    demand: Demand,
+    one: Allocation,
+    pools: Sequence[Pool],
+    loose: Counter[str],
+    shared: SharedHosts,
 ) -> list[PodPlace]:
     """Return where the Pods of a job go; empty if the scheduler alone places them.
 
@@ -479,18 +575,24 @@ def _places(
     there were pools stay where they are, and take the room of their pool.
 
     Args:
-        one: what the job may have.
+        demand: what the job asks for.
+        one: what it may have.
         pools: all pools.
         loose: Pods of the job that were created for no pool, by the pool that they are in.
         shared: the settings.
     """
     if not (shared.pool_label and one.nodes) or len(one.pools) >= MOST_PLACES:
         return []
-    found = dict(one.pools)
+    pools = [pool for pool in pools if pool.name]
+    found = {name: nodes for name, nodes in one.pools.items() if name}
     # Each node needs a place: a Pod without one would be created and ended again and again.
-    missing = one.nodes + one.standbys - sum(found.values())
-    if missing > 0 and pools:
-        most = max(sorted(found or {pool.name for pool in pools}), key=lambda n: found.get(n, 0))
+    kept = min(one.pools.get("", 0), loose[""])
+    missing = one.nodes + one.standbys - kept - sum(found.values())
+    open_pools = {pool.name for pool in pools} - demand.avoids
+    if missing > 0:
+        if not open_pools:
+            return []
+        most = max(sorted(open_pools & found.keys() or open_pools), key=lambda n: found.get(n, 0))
         found[most] = found.get(most, 0) + missing
     places = [
         PodPlace(

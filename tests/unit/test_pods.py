@@ -198,7 +198,7 @@ def test_a_place_that_a_queue_has_given_is_added_to_what_the_template_asks_for()
     place = PodPlace(
         name="spot",
         nodes=1,
-        node_selector={"pool": "s"},
+        node_selector={"pool": "s", "gpu": "any"},
         tolerations=[{"key": "b"}],
         labels={"cost": "team", LABEL_PLACEMENT: "other"},
         annotations={"autoscaling.x-k8s.io/consume-provisioning-request": "r"},
@@ -225,6 +225,14 @@ def test_a_pod_goes_where_there_is_room_or_where_least_is_lacking(
     assert found is not None
     assert found.name == chosen
     assert place_for([], taken) is None
+
+
+def test_a_pod_that_replaces_one_without_a_place_gets_a_place() -> None:
+    nameless = PodPlace(name="", nodes=4)
+    found = place_for([PodPlace(name="a", nodes=0), nameless], {"": 3})
+    assert found is not None
+    assert found.name == "a"
+    assert place_for([nameless], {}) == nameless
 
 
 def test_hosts_are_kept_out_of_every_alternative_that_the_template_has() -> None:

@@ -284,6 +284,24 @@ def test_of_the_pods_of_one_flavor_a_rack_goes_first() -> None:
     assert leave(2) == ["x-n5", "x-n3", "x-n2", "x-n4"]
 
 
+def test_a_pod_that_replaces_one_without_a_place_stays() -> None:
+    """The allocator moves the room to its place later than the Pod is there."""
+
+    def pod(number: int, place: str, more: dict[str, Any] | None = None) -> PodView:
+        meta = {"name": f"x-n{number}", "labels": {LABEL_PLACEMENT: place} if place else {}}
+        return view({"metadata": meta | (more or {}), "spec": {"containers": [{"name": "main"}]}})
+
+    places = [PodPlace(name="a", nodes=0), PodPlace(name="", nodes=2)]
+    ends = pod(1, "", {"deletionTimestamp": "2026-01-01T00:00:00Z"})
+    for gone in ([], [ends]):
+        assert misplaced(places, [pod(0, ""), *gone, pod(2, "a")]) == []
+        found = misplaced(places, [pod(0, ""), *gone, pod(2, "a"), pod(3, "a")])
+        assert [seen.name for seen in found] == ["x-n3"]
+    assert [one.name for one in misplaced(places, [pod(0, ""), pod(1, ""), pod(2, "a")])] == [
+        "x-n2"
+    ]
+
+
 def job_with(topology: object) -> ElasticJob:
     document = job_file()
     document["spec"]["topology"] = topology

@@ -114,7 +114,8 @@ def pod(
         node: Id of the node.
         pod_context: Values that all Pods of the job share.
         avoid: Hosts that the Pod must not be placed on.
-        place: The kind of hosts that it must be placed on; None for all.
+        place: The kind of hosts that it must be placed on; None for all. What the template
+            selects by the same label stays.
         given: Other memory and CPUs for the main container. It has no effect on what the template
             does not limit or request. Less memory than in the template is given only by advice.
         stable: Whether the Pod must not be placed on a spot host.
@@ -176,7 +177,7 @@ def pod(
     if place is not None:
         meta["labels"] = {**place.labels, **meta["labels"], names.LABEL_PLACEMENT: place.name}
         meta["annotations"] |= place.annotations
-        spec["nodeSelector"] = {**(spec.get("nodeSelector") or {}), **place.node_selector}
+        spec["nodeSelector"] = {**place.node_selector, **(spec.get("nodeSelector") or {})}
         spec["tolerations"] = [*(spec.get("tolerations") or []), *place.tolerations]
     return {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
 
@@ -450,13 +451,16 @@ class PodView:
 def place_for(placements: Sequence[PodPlace], taken: Mapping[str, int]) -> PodPlace | None:
     """Return where a new Pod goes: the first place with room, else the one that lacks least.
 
-    A Pod that replaces another one may need a place before the old Pod has left it.
+    A Pod that replaces another one may need a place before the old Pod has left it. The place
+    without a name is for Pods from before there were places. New ones go there only if there is no
+    other place.
 
     Args:
         placements: The places; if there are none, the result is None.
         taken: Number of Pods that hold resources, by name of the place.
     """
-    rooms = [(place.nodes - taken.get(place.name, 0), place) for place in placements]
+    named = [place for place in placements if place.name] or placements
+    rooms = [(place.nodes - taken.get(place.name, 0), place) for place in named]
     free = [place for room, place in rooms if room > 0]
     if free:
         return free[0]
@@ -469,7 +473,7 @@ def misplaced(placements: Sequence[PodPlace], table: Iterable[PodView]) -> list[
     Of each place, Pods that do not run go first, those of high number before others. Of the Pods
     that run, whole topology domains are given up first. Nothing is returned while all Pods are in
     one place that is still there: then any of them may end, and the round decides which. Servers
-    have no place.
+    have no place. A Pod that replaces one without a place is in excess nowhere.
 
     Args:
         placements: The places that the job has.
@@ -483,6 +487,8 @@ def misplaced(placements: Sequence[PodPlace], table: Iterable[PodView]) -> list[
     places = {place.name: place.nodes for place in placements}
     if len(places) <= 1 and all(seen.placement in places or not places for seen in holding):
         return []
+    old = sum(not (seen.placement or seen.leaving) for seen in holding)
+    spare = max(0, places.get("", 0) - old)
     found: list[PodView] = []
     for name in sorted({seen.placement for seen in holding}):
         here = [seen for seen in holding if seen.placement == name]
@@ -491,6 +497,8 @@ def misplaced(placements: Sequence[PodPlace], table: Iterable[PodView]) -> list[
         running = [seen for seen in staying if seen.runs]
         waiting = [seen for seen in staying if not seen.runs]
         room = places.get(name, 0)
+        more = min(spare, max(0, len(staying) - room))
+        room, spare = room + more, spare - more
         kept = set(topology.kept([seen.domain for seen in running], room))
         found += reversed(waiting[max(0, room - len(running)) :])
         found += [running[at] for at in reversed(range(len(running))) if at not in kept]
