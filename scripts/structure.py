@@ -369,15 +369,17 @@ def measure() -> list[Number]:
         "docstrings that need their neighbours to be understood",
         LIMITS["openings"],
         [
-            (1, f"{module.at(node)} {(ast.get_docstring(node) or '').splitlines()[0][:60]}")
-            for module, node in documented
-            if ODD_OPENING.match(ast.get_docstring(node) or "")
-        ]
-        + [
-            (1, f"{module.path}:{text.lineno} {str(text.value)[:60]}")
-            for module in code
-            for text in attribute_docstrings(module)
-            if ODD_OPENING.match(str(text.value))
+            *(
+                (1, f"{module.at(node)} {(ast.get_docstring(node) or '').splitlines()[0][:60]}")
+                for module, node in documented
+                if ODD_OPENING.match(ast.get_docstring(node) or "")
+            ),
+            *(
+                (1, f"{module.path}:{text.lineno} {str(text.value)[:60]}")
+                for module in code
+                for text in attribute_docstrings(module)
+                if ODD_OPENING.match(str(text.value))
+            ),
         ],
     ).count()
     number("accesses of tests to private attributes", LIMITS["pokes"], pokes()).count()
