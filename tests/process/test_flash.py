@@ -453,7 +453,8 @@ def test_who_is_asked_to_go_stores_what_is_newest(place: Place, shm: Path) -> No
         assert at >= least
         gone = members(first)[1].agent_pid
         eventually(lambda: not alive(gone), "its node goes", within_s=150)
-        assert at in its.stored, "before the node went"
+        # On a slow machine the other one may have trained on, and something newer is stored.
+        assert max(its.stored, default=0) >= at, "before the node went"
         eventually(lambda: its.at() > at + 20, "more steps", within_s=120)
         least = its.whole(["n0"])
         its.run.process.send_signal(signal.SIGTERM)
