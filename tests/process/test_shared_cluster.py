@@ -163,6 +163,7 @@ def test_a_job_whose_file_was_changed_is_neither_taken_over_nor_started_again(pl
     with shared(place, "b") as job:
         eventually(lambda: record(place).get("a.yaml", {}).get("run"), "a run of a")
         eventually(lambda: record(place).get("b.yaml", {}).get("run"), "a run of b")
+        eventually(job.socket.exists, "the socket of b, which comes after its folder")
         job.process.kill()
         job.process.wait()
     pid = job.snapshot().cluster_pid

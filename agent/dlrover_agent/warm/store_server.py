@@ -48,9 +48,11 @@ def serve_store(port: int, listening: int, control: int) -> NoReturn:
     with socket.socket(fileno=os.dup(listening)) as where:
         host = str(where.getsockname()[0])
     host = {"::": "::1", "0.0.0.0": "127.0.0.1"}.get(host, host)
-    store = tcp_store_type()(
-        host, port, None, True, wait_for_workers=False, master_listen_fd=listening
-    )
+    kind, rules = tcp_store_type(), {"wait_for_workers": False, "master_listen_fd": listening}
+    try:
+        store = kind(host, port, None, True, **rules)
+    except NotImplementedError:  # torch 2.6: libuv does not take a listening socket
+        store = kind(host, port, None, True, use_libuv=False, **rules)
     os.write(control, STARTED)
     while True:
         signal.pause()
