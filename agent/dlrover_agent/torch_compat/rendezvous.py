@@ -311,7 +311,8 @@ class _AgentGathering:
         Raises:
             DistError: The store cannot be reached within the timeout.
         """
-        return TCPStore(
+        connect = functools.partial(
+            TCPStore,
             self._place.master_addr,
             self._place.master_port,
             is_master=serve_fd is not None,
@@ -319,6 +320,10 @@ class _AgentGathering:
             wait_for_workers=False,
             master_listen_fd=serve_fd,
         )
+        try:
+            return connect()
+        except NotImplementedError:  # torch 2.6: libuv does not take a listening socket
+            return connect(use_libuv=False)
 
     def _count(self, store: Store, what: str) -> None:
         """Count this agent; the last agent of the round sets the key that all wait for."""
