@@ -4,15 +4,15 @@ Agents take the last look by themselves, before they stop their workers, and sen
 next round does not wait for it.
 """
 
-from dlrover_py.master.core.diagnosis.stacks import folded
-from dlrover_py.master.core.events import KeepEvidence, SnapshotArrived
+from dlrover_py.master.core.diagnosis.last_looks import keep_looks
+from dlrover_py.master.core.events import SnapshotArrived
 from dlrover_py.master.core.history import CoreContext
 from dlrover_py.master.core.policy import in_words, with_cause
 from dlrover_py.protocol.agents import FailureKind
-from dlrover_py.protocol.bundles import bucket_of, has_own_failure
+from dlrover_py.protocol.bundles import has_own_failure
 from dlrover_py.protocol.diagnosis import LAST_LOOK_NODES, EvidenceKind, NodeSnapshot
 from dlrover_py.protocol.names import NodeId, Round
-from dlrover_py.protocol.status import EvidenceManifest, Failure
+from dlrover_py.protocol.status import Failure
 
 MOST_LOOKS = 2 * LAST_LOOK_NODES
 """Most last looks that are kept: they must not take all memory of this master."""
@@ -104,21 +104,15 @@ class CrashEvidence:
         asked, self._asked = self._asked, set()
         assert failure is not None
         looks = self.looks_at(Round(failure.round))
-        workers = [w for node in sorted(looks) for w in looks[node].workers]
-        self.state.snapshots += 1
-        self.state.changed()
-        manifest = EvidenceManifest(
-            number=self.state.snapshots,
+        keep_looks(
+            self.state,
+            self.live,
+            looks,
             kind=EvidenceKind.FAILURE,
-            at=self.live.wall,
             round=failure.round,
             step=failure.worker.step,
             reason=with_cause(f"{failure.node}: {in_words(failure.worker)}", failure.worker),
             failure=failure,
             node=failure.node,
-            nodes=sorted(looks),
             missing=sorted(asked - looks.keys()),
-            lines=folded(workers),
         )
-        bucket = bucket_of(self.live.spec)
-        self.live.emit(KeepEvidence(manifest, tuple(sorted(looks.items())), bucket))

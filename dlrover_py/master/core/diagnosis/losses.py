@@ -2,16 +2,13 @@
 
 from collections.abc import Callable, Iterator, Mapping
 
-from dlrover_py.master.core.diagnosis.stacks import folded
-from dlrover_py.master.core.events import KeepEvidence
+from dlrover_py.master.core.diagnosis.last_looks import keep_looks
 from dlrover_py.master.core.history import CoreContext
 from dlrover_py.master.core.nodes import Loss
 from dlrover_py.master.core.policy import in_words, with_cause
 from dlrover_py.protocol.agents import NodeLoad, Progress
-from dlrover_py.protocol.bundles import bucket_of
 from dlrover_py.protocol.diagnosis import EvidenceKind, NodeSnapshot
 from dlrover_py.protocol.names import NodeId, Round
-from dlrover_py.protocol.status import EvidenceManifest
 from dlrover_py.protocol.words import byte_size, counted, duration
 
 TOGETHER_S = 5.0
@@ -56,31 +53,24 @@ class LossEvidence:
     def _keep(self, losses: list[Loss]) -> None:
         """Keep the bundle of these nodes, in the order in which they were lost."""
         first = losses[0]
-        looks = self._looks(first.round)
-        workers = [w for node in sorted(looks) for w in looks[node].workers]
         more = f", and {counted(len(losses) - 1, 'further node')}" if len(losses) > 1 else ""
         steps = [
             one.report.progress.step
             for one in losses
             if one.report is not None and one.report.progress is not None
         ]
-        self.state.snapshots += 1
-        self.state.changed()
-        manifest = EvidenceManifest(
-            number=self.state.snapshots,
+        keep_looks(
+            self.state,
+            self.live,
+            self._looks(first.round),
             kind=EvidenceKind.LOST,
-            at=self.live.wall,
             round=first.round,
             step=max(steps, default=None),
             reason=f"node {first.node.id} was lost: {first.why}{more}",
             node=first.node.id,
             facts=[fact for one in losses for fact in _facts(one)][:MOST_FACTS],
-            nodes=sorted(looks),
             missing=sorted(one.node.id for one in losses),
-            lines=folded(workers),
         )
-        bucket = bucket_of(self.live.spec)
-        self.live.emit(KeepEvidence(manifest, tuple(sorted(looks.items())), bucket))
 
 
 def _facts(loss: Loss) -> Iterator[str]:
