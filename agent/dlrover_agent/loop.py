@@ -10,7 +10,7 @@ import logging
 import os
 import secrets
 import signal
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -269,15 +269,12 @@ class Agent:
             OSError: No port can be reserved for a new round.
         """
         loop = asyncio.get_running_loop()
-        for number in self._command.signals:
-            if identity.ignores_signal(number):
-                # The signal is caught instead of ignored. Workers would inherit an ignored signal,
-                # and torchrun's workers do not ignore it.
-                loop.add_signal_handler(number, bool)
-            else:
-                loop.add_signal_handler(number, self._on_signal, number)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._command.signals)
         loop.add_signal_handler(signal.SIGCHLD, self._on_child_end)
+        for number in self._command.signals:
+            # With nohup the signal is caught instead of ignored. Workers would inherit an ignored
+            # signal, and torchrun's workers do not ignore it.
+            _handle(number, bool if identity.ignores_signal(number) else self._on_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._command.signals)
         if self._settings.lifeline_fd is not None:
             loop.add_reader(self._settings.lifeline_fd, self._read_lifeline)
         await self._recipes.take_earlier(with_master=self._settings.recipes_with_master)
@@ -610,10 +607,10 @@ class Agent:
         seen = progress.step, progress.total, progress.metrics, progress.spent
         self.post(StepReported(progress.round, progress.local_rank, *seen))
 
-    def _on_signal(self, number: int) -> None:
+    def _on_signal(self, number: signal.Signals) -> None:
         self._workers.stop_waiting_for_console()
         self._grace.begin()
-        self.post(Signalled(signal.Signals(number).name, number))
+        self.post(Signalled(number.name, number))
 
     def _read_lifeline(self) -> None:
         """Handle the end of the lifeline like SIGTERM; ignore bytes that arrive on it."""
@@ -647,18 +644,24 @@ class Agent:
         await self._reaper.close()
 
 
-def _leave_to_workers(numbers: Iterable[signal.Signals]) -> None:
-    """Have this process go on when it receives one of these signals; a warning says so.
+def _handle(number: signal.Signals, handler: Callable[[signal.Signals], object]) -> None:
+    """Have the running event loop call a function with each signal of this number.
 
-    A batch system sends them to all processes of a job. Workers that handle them, to store a
-    checkpoint, must not be killed because their agent has no handler.
+    ``add_signal_handler`` of the loop does the same, but when the loop is closed, it sets the
+    default action again, which ends the process. The agent blocks signals at its end, but a
+    thread that starts a process does not (:func:`inheritable_signals`): it would get them.
     """
-    for number in numbers:
-        asyncio.get_running_loop().add_signal_handler(number, _log_unhandled, number)
+    call = asyncio.get_running_loop().call_soon_threadsafe
+    signal.signal(number, lambda *_: call(handler, number))
+    signal.siginterrupt(number, False)
 
 
 def _log_unhandled(number: signal.Signals) -> None:
-    """Log that the agent has received a signal and goes on."""
+    """Log that the agent has received a signal and goes on.
+
+    A batch system sends signals to all processes of a job. Workers that handle them, to store a
+    checkpoint, must not be killed because their agent has no handler.
+    """
     then = "the workers go on; name the signal in --signals-to-handle to pass it on and end them"
     log.warning("signal_ignored", extra={"signal": number.name, "then": then})
 
@@ -683,25 +686,28 @@ async def run_agent(
             Its failure ends the agent too.
 
     Returns:
-        How the agent ended.
+        How the agent ended. The process ignores the agent's signals from then on.
 
     Raises:
         DLRoverError: A setting cannot be used, or as for :meth:`Agent.run`.
         OSError: A socket cannot be bound, or the reaper cannot be started. An exception of the
             companion is raised, too.
     """
-    _leave_to_workers({signal.SIGUSR1, signal.SIGUSR2}.difference(command.signals))
-    # There may be children already, for example of a shell that has replaced itself by this
-    # process with exec.
-    registry = ChildRegistry(child.pid for child in children(os.getpid()))
-    compiled = await compiled_code.environment(command)
-    command = replace(command, environ={**command.environ, **compiled})
-    agent = Agent(settings, command, token=token, max_restarts=max_restarts, children=registry)
-    run = asyncio.create_task(agent.run())
-    tasks: list[asyncio.Task[Any]] = [run]
-    if companion is not None:
-        tasks.append(asyncio.create_task(companion(registry.non_worker_pids)))
+    others = {signal.SIGUSR1, signal.SIGUSR2}.difference(command.signals)
+    for number in others:
+        _handle(number, _log_unhandled)
+    tasks: list[asyncio.Task[Any]] = []
     try:
+        # There may be children already, for example of a shell that has replaced itself by this
+        # process with exec.
+        registry = ChildRegistry(child.pid for child in children(os.getpid()))
+        compiled = await compiled_code.environment(command)
+        command = replace(command, environ={**command.environ, **compiled})
+        agent = Agent(settings, command, token=token, max_restarts=max_restarts, children=registry)
+        run = asyncio.create_task(agent.run())
+        tasks.append(run)
+        if companion is not None:
+            tasks.append(asyncio.create_task(companion(registry.non_worker_pids)))
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
@@ -710,6 +716,8 @@ async def run_agent(
         for task in reversed(tasks):
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+        for number in (*command.signals, *others):
+            signal.signal(number, signal.SIG_IGN)  # no handler may use a closed event loop
 
 
 def _is_end(event: Event) -> bool:

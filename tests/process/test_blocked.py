@@ -9,9 +9,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import pytest
@@ -48,7 +50,7 @@ def end_of_store(run: Job) -> None:
     agent = psutil.Process(members(run.status())[0].agent_pid)
 
     def store() -> list[psutil.Process]:
-        return [c for c in agent.children() if "store" in c.cmdline()]
+        return [c for c in agent.children() if any("store_server" in a for a in c.cmdline())]
 
     (found,) = eventually(store, "a store")
     arm(run)
@@ -89,7 +91,7 @@ SEAMS = {
     "zygote": Seam(START, r"zygote-1\.json", then="it cannot be started: no answer within 3 s"),
     "orders": Seam("open", r"zygote-1\.json", then="it cannot be started: no answer within 3 s"),
     "fork": Seam("socket.sendmsg", provoke=next_round, then="zygote_lost", runs=2),
-    "store": Seam(START, "'store', '", "asks", then="the store of the round has ended: it cannot"),
+    "store": Seam(START, "store_server", "asks", then="store of the round has ended: it cannot"),
     "store-output": Seam("open", r"store\.log'\)?, 'r'", "asks", end_of_store, "exit code -9"),
     "persister": Seam(
         START, r"dlrover_py\.checkpoint\.writer", "checkpoint", then="persister_ended", runs=1
@@ -99,9 +101,8 @@ SEAMS = {
 }
 
 
-@contextmanager
-def planted(place: Place, seam: Seam) -> Iterator[Job]:
-    """A job whose agent has a call that blocks."""
+def planted_agent(place: Place, event: str, pattern: str) -> tuple[Path, dict[str, str]]:
+    """An elastic-run whose call blocks, and the environment that it needs."""
     folder = place.folder / "bin"
     folder.mkdir()
     agent = folder / "elastic-run"
@@ -109,6 +110,14 @@ def planted(place: Place, seam: Seam) -> Iterator[Job]:
     agent.write_text(f"#!{sys.executable}\n{program}")
     agent.chmod(0o755)
     os.mkfifo(place.folder / "gate")
+    variables = {"FOLDER": str(place.folder), "EVENT": event, "PATTERN": pattern}
+    return agent, {f"BLOCKED_{name}": value for name, value in variables.items()}
+
+
+@contextmanager
+def planted(place: Place, seam: Seam) -> Iterator[Job]:
+    """A job whose agent has a call that blocks."""
+    agent, variables = planted_agent(place, seam.event, seam.pattern)
     if seam.provoke is nothing:
         (place.folder / "armed").touch()
     settings = {"lease_s": "60", "exchange_s": "0.2"}
@@ -119,12 +128,7 @@ def planted(place: Place, seam: Seam) -> Iterator[Job]:
         args=(seam.script,),
         flags=seam.flags,
         settings=settings,
-        env={
-            "PATH": f"{folder}:{place.env['PATH']}",
-            "BLOCKED_FOLDER": str(place.folder),
-            "BLOCKED_EVENT": seam.event,
-            "BLOCKED_PATTERN": seam.pattern,
-        },
+        env={"PATH": f"{agent.parent}:{place.env['PATH']}", **variables},
         restartCount=100,
     ) as run:
         yield run
@@ -186,6 +190,30 @@ def test_a_stop_ends_a_start_that_hangs(place: Place) -> None:
         os.close(leased)
     assert (run.returncode, err) == (1, "elastic-run: the agent received SIGTERM\n")
     assert not (place.folder / "ran").exists()
+
+
+SILENT = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); signal.pause()"
+"""A worker that writes no traceback after SIGINT."""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_more_signals_while_a_start_hangs_do_not_take_the_last_words(
+    place: Place, number: signal.Signals
+) -> None:
+    """The thread that starts a process does not block signals, so it gets them in the end."""
+    agent, variables = planted_agent(place, START, r"zygote-1\.json")
+    (place.folder / "armed").touch()
+    run = place.popen(
+        *(str(agent), "--standalone", str(place.script(SILENT))),
+        env=variables,
+        stderr=subprocess.PIPE,
+    )
+    eventually((place.folder / "blocked").exists, "the call blocks")
+    while run.poll() is None:
+        run.send_signal(number)
+        time.sleep(0.001)
+    _, err = run.communicate(timeout=20)
+    assert (run.returncode, err) == (1, f"elastic-run: the agent received {number.name}\n")
 
 
 def flooded(place: Place) -> "subprocess.Popen[str]":
