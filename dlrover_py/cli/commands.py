@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import os
 import re
 import shutil
 import sys
@@ -1619,7 +1620,7 @@ def verify(what: str | None, as_json: bool, target: Target) -> int:
             installed.
         DLRoverError: the job's cluster refuses a call, or does not answer.
     """
-    if what is not None and not target.given and ("/" in what or Path(what).exists()):
+    if what is not None and not target.given and ("/" in what or os.path.exists(what)):
         return 0 if print_report(Path(what), as_json=as_json) else 1
     try:
         with selected_job(target, what, quiet=as_json) as job:

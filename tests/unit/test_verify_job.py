@@ -68,6 +68,16 @@ def test_a_folder_is_preferred_to_a_job_of_its_name(
     assert "demo: found no ledger" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("before", ["", "./"])
+def test_a_name_that_no_folder_can_have(
+    before: str, here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Path.is_dir raises an error here, as where another user's folder hides it."""
+    name = before + "a" * 300
+    assert main(["data", "verify", name]) == 2
+    assert f"{'a' * 300}: " in capfd.readouterr().err
+
+
 def test_a_ledger_that_is_gone_is_named_with_its_place(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

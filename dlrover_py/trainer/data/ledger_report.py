@@ -1,11 +1,23 @@
 """What ``dlrover data verify`` has found in a ledger."""
 
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 
 MOST_EPOCHS = 100_000
 """Largest epoch for which those without a record are listed, too."""
 NAMED = 10
 """Number of samples, or of ranges of them, that a report names for each fault."""
+
+
+def ledger_folder(folder: Path) -> Path:
+    """Return the folder of a ledger.
+
+    Args:
+        folder: the ledger, or a folder with it in its folder ``ledger``.
+    """
+    inner = folder / "ledger"
+    return inner if os.path.isdir(inner) else folder  # not is_dir: it raises PermissionError
 
 
 @dataclass

@@ -25,7 +25,13 @@ from dlrover_py.protocol.data_ledger import (
     parse_name,
 )
 from dlrover_py.protocol.errors import ConfigError
-from dlrover_py.trainer.data.ledger_report import MOST_EPOCHS, NAMED, EpochReport, LedgerReport
+from dlrover_py.trainer.data.ledger_report import (
+    MOST_EPOCHS,
+    NAMED,
+    EpochReport,
+    LedgerReport,
+    ledger_folder,
+)
 from dlrover_py.trainer.data.order import SampleOrder, hash_samples
 
 CHUNK = 1 << 20
@@ -83,7 +89,7 @@ def read_ledger(folder: Path) -> tuple[Segments, list[str], list[str]]:
     Raises:
         ConfigError: there is no ledger, none that can be read, or one of a newer version.
     """
-    place = folder / "ledger" if (folder / "ledger").is_dir() else folder
+    place = ledger_folder(folder)
     try:
         names = sorted(path.name for path in place.iterdir())
     except OSError as error:

@@ -33,7 +33,13 @@ from dlrover_py.protocol.shard_ledger import (
 )
 from dlrover_py.protocol.shards import DatasetSpec, Level
 from dlrover_py.shards.order import ShardTable
-from dlrover_py.trainer.data.ledger_report import MOST_EPOCHS, NAMED, EpochReport, LedgerReport
+from dlrover_py.trainer.data.ledger_report import (
+    MOST_EPOCHS,
+    NAMED,
+    EpochReport,
+    LedgerReport,
+    ledger_folder,
+)
 
 READS = 5
 """How often a ledger is read anew because files were added to it meanwhile."""
@@ -96,7 +102,7 @@ Survivors = list[tuple[str, int | None]]
 def is_shard_ledger(folder: Path) -> bool:
     """Return whether a folder, or its folder ``ledger``, is a ledger of leased shards."""
     try:
-        return any(parse_name(path.name) for path in _place(folder).iterdir())
+        return any(parse_name(path.name) for path in ledger_folder(folder).iterdir())
     except OSError:
         return False
 
@@ -110,7 +116,7 @@ def verify(folder: Path) -> LedgerReport:
     Raises:
         ConfigError: there is no ledger that can be read.
     """
-    place = _place(folder)
+    place = ledger_folder(folder)
     for _ in range(READS):
         before = _read_headers(place)
         # All records of an epoch are written before a worker hears that it is complete. So they
@@ -124,11 +130,6 @@ def verify(folder: Path) -> LedgerReport:
 
 
 # --- Reading ---
-
-
-def _place(folder: Path) -> Path:
-    """Return the folder of the ledger."""
-    return folder / "ledger" if (folder / "ledger").is_dir() else folder
 
 
 def _read_headers(place: Path) -> _Ledger:
