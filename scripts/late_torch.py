@@ -11,12 +11,20 @@ setting, which has its default. Once the compiler is imported, all is as in torc
 DeepSpeed marks functions that shall be compiled, or shall not, when it is imported. That waits for
 their first call. Lightning imports the compiler to recognise its modules, of which there are none
 before it is imported.
+
+A third of what is left of ``import torch`` are two modules that are loaded when they are used:
+``torch.export``, and ``torch._meta_registrations``, kernels in Python for tensors without data. The
+first ``FakeTensorMode`` uses them. Before that, an operator of a tensor of the device ``meta``
+raises NotImplementedError where it needs such a kernel. Without a GPU, the libraries that ask for
+its driver are not imported.
 """
 
 import functools
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
@@ -26,6 +34,13 @@ COMPILER = "torch._dynamo"
 RECOGNISE = b"from torch._dynamo import OptimizedModule\n"
 RECOGNISING = ("lightning.fabric.wrappers", "lightning.pytorch.utilities.compile")
 """Modules that import the compiler with this line only to recognise what it has compiled."""
+KERNELS = "torch._meta_registrations"
+LATE = (KERNELS, "torch.export")
+"""Modules that are loaded when an attribute of them is used."""
+NEED_KERNELS = (COMPILER, "torch.utils._content_store")
+"""Modules that must find the kernels loaded: they import one another."""
+OF_A_GPU = () if os.path.exists("/dev/nvidiactl") else ("cuda.bindings", "pynvml")
+"""Modules that torch does without. They ask for a driver that is not there."""
 
 
 def _late(mark: Function, plain: Callable[[Function], Function]) -> Function:
@@ -94,6 +109,41 @@ class _Changed(SourceFileLoader):
         self._change(module)
 
 
+class _LateModule(ModuleType):
+    """A module that is loaded when an attribute is used that Python does not ask each module for.
+
+    ``importlib.util.LazyLoader`` loads it for those, too, and ``inspect`` asks all modules.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self.__class__ = ModuleType  # type: ignore[assignment]
+        assert self.__spec__ is not None
+        assert isinstance(self.__spec__.loader, _LateLoader)
+        self.__spec__.loader.real.exec_module(self)
+        return getattr(self, name)
+
+
+class _LateLoader(Loader):
+    """Loads nothing; :class:`_LateModule` does, with the real loader."""
+
+    def __init__(self, real: Loader) -> None:
+        self.real = real
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _LateModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do nothing."""
+
+
+def _load_kernels() -> None:
+    """Load the kernels in Python, if that has not happened yet."""
+    if isinstance(kernels := sys.modules.get(KERNELS), _LateModule):
+        kernels.activate_meta  # noqa: B018  its use loads the module
+
+
 class _Finder:
     """Finds modules of torch where Python would."""
 
@@ -103,17 +153,28 @@ class _Finder:
             "torch._compile": self._mark_late,
             "torch.optim.optimizer": self._step_late,
             "torch.nn.parallel.distributed": self._ask_late,
+            "torch._subclasses.fake_tensor": self._have_kernels,
         }
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find a module that is loaded in another way than others; None for the others."""
-        if name not in self._changes and name not in RECOGNISING:
+        """Find a module that is loaded in another way than others; None for the others.
+
+        Raises:
+            ModuleNotFoundError: the module asks for a GPU, and there is none.
+        """
+        if name in OF_A_GPU:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        if name in NEED_KERNELS:
+            _load_kernels()
+        if name not in (*self._changes, *RECOGNISING, *LATE):
             return None
         spec = PathFinder.find_spec(name, path)
-        if spec is not None and spec.origin is not None:
-            if name in RECOGNISING:
+        if spec is not None and spec.origin is not None and spec.loader is not None:
+            if name in LATE:
+                spec.loader = _LateLoader(spec.loader)
+            elif name in RECOGNISING:
                 spec.loader = _Edited(name, spec.origin)
             else:
                 spec.loader = _Changed(name, spec.origin, self._changes[name])
@@ -157,6 +218,17 @@ class _Finder:
     def _step_late(module: ModuleType) -> None:
         mark = module._use_grad_for_differentiable
         vars(module)["_use_grad_for_differentiable"] = _late(mark, _with_own_grad_mode)
+
+    @staticmethod
+    def _have_kernels(module: ModuleType) -> None:
+        make = module.FakeTensorMode.__init__
+
+        @functools.wraps(make)
+        def __init__(mode: Any, *args: Any, **kwargs: Any) -> None:
+            _load_kernels()
+            make(mode, *args, **kwargs)
+
+        module.FakeTensorMode.__init__ = __init__
 
     @staticmethod
     def _ask_late(module: ModuleType) -> None:

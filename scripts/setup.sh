@@ -53,8 +53,8 @@ echo "setup: installing into $venv (torch is large: this takes a minute or two)"
 "$venv/bin/python" -m uv pip install --quiet --python "$venv/bin/python" \
     -c constraints.txt -e ".[$extras]"
 # Once, here: where nothing may be written later each process compiles torch anew, 2 to 3 s of CPU.
-# (A file or two of the libraries are templates, and no Python.)
-"$venv/bin/python" -m compileall -q -j 0 "$venv"/lib/python3.*/site-packages >/dev/null || true
+# Other libraries are compiled when they are first imported: all of them take more than a minute.
+"$venv/bin/python" -m compileall -q -j 0 "$venv"/lib/python3.*/site-packages/torch >/dev/null || true
 if [ "$what" = dev ]; then
     packages=("$venv"/lib/python3.*/site-packages)
     cp scripts/rare_gc.py "${packages[0]}/dlrover_rare_gc.py"

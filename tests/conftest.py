@@ -1,5 +1,6 @@
 """Settings of all tests: for Hypothesis, a slow machine is not a failure."""
 
+import os
 from functools import cache
 from pathlib import Path
 
@@ -15,10 +16,13 @@ def load_settings() -> None:
     """Load the settings of Hypothesis once.
 
     A profile has the one that was loaded before as its parent. With a hundred parents, some tests
-    failed with a RecursionError.
+    failed with a RecursionError. With ``HYPOTHESIS_PROFILE=nightly`` there are more examples.
     """
     from hypothesis import HealthCheck, settings
 
     slow = [HealthCheck.too_slow]
-    settings.register_profile("busy", deadline=None, suppress_health_check=slow)
+    examples = 1000 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 50
+    settings.register_profile(
+        "busy", deadline=None, suppress_health_check=slow, max_examples=examples
+    )
     settings.load_profile("busy")

@@ -1,9 +1,10 @@
-"""Makes steps of an optimizer with scripts/late_torch.py, and says whether the compiler is there.
+"""Makes steps of an optimizer with scripts/late_torch.py, and says which parts of torch are there.
 
     python step_with_late_torch.py SCRIPTS
 
 SCRIPTS is the folder of late_torch.py. A line is printed before anything needs torch's compiler,
-and one after a compiled function. Both end with whether Lightning recognises a compiled module.
+and one after a compiled function. Both begin with whether the compiler is there, and the kernels in
+Python. They end with whether Lightning recognises a compiled module.
 """
 
 import importlib
@@ -18,8 +19,9 @@ from lightning.fabric.wrappers import OptimizedModule  # noqa: E402
 
 
 def say(*more: object) -> None:
-    """Print whether the compiler is there, and the weight."""
-    print("torch._dynamo" in sys.modules, weight.tolist(), *more)
+    """Print whether the compiler and the kernels in Python are there, and the weight."""
+    there = [name in sys.modules for name in ("torch._dynamo", "torch._prims")]
+    print(*there, weight.tolist(), *more)
 
 
 @torch.compile(backend="eager")  # type: ignore[untyped-decorator]
@@ -47,4 +49,6 @@ twice = double(torch.ones(2)).tolist()
 set_gradient(weight)
 optimizer.step()
 say(twice, isinstance(torch.compile(layer, backend="eager"), OptimizedModule))
+exported = torch.export.export(torch.nn.Linear(2, 1), (torch.ones(1, 2),))
+print(isinstance(exported, torch.export.ExportedProgram))
 dist.destroy_process_group()

@@ -263,7 +263,7 @@ class World:
     kinds=st.sampled_from([("restart",), ("restart", "replace"), ("restart", "grow")]),
     dice=st.randoms(use_true_random=False),
 )
-@settings(deadline=None, max_examples=200, derandomize=True)
+@settings(deadline=None, max_examples=100, derandomize=True)
 def test_what_outlives_any_node_never_goes_back(
     nodes: int, nproc: int, stores: bool, kinds: tuple[str, ...], dice: Random
 ) -> None:

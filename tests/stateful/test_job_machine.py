@@ -453,7 +453,7 @@ class JobMachine(RuleBasedStateMachine):
         assert not bench.pods
 
 
-EXAMPLES = {"nightly": (4000, 80), "default": (120, 40)}
+EXAMPLES = {"nightly": (4000, 80), "default": (60, 40)}
 
 
 def test_a_job_survives_everything() -> None:

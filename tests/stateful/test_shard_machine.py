@@ -393,5 +393,5 @@ class ShardMachine(RuleBasedStateMachine):
 
 TestShards = ShardMachine.TestCase
 TestShards.settings = settings(
-    max_examples=150, stateful_step_count=40, phases=[Phase.generate], deadline=None
+    max_examples=80, stateful_step_count=40, phases=[Phase.generate], deadline=None
 )

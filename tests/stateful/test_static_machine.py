@@ -99,7 +99,7 @@ def test_a_static_job_survives_everything() -> None:
     run_state_machine_as_test(
         StaticMachine,
         settings=settings(
-            max_examples=250,
+            max_examples=120,
             stateful_step_count=30,
             deadline=None,
             report_multiple_bugs=False,

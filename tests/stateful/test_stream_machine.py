@@ -271,5 +271,5 @@ class StreamMachine(RuleBasedStateMachine):
 
 TestStreams = StreamMachine.TestCase
 TestStreams.settings = settings(
-    max_examples=100, stateful_step_count=40, phases=[Phase.generate], deadline=None
+    max_examples=60, stateful_step_count=40, phases=[Phase.generate], deadline=None
 )

@@ -44,7 +44,7 @@ from tests.builders import WALL, Bench, crash, dumped, elastic_job, running
 from tests.schemas import documents
 
 OFTEN = settings(
-    max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 
 
