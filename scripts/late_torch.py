@@ -37,8 +37,6 @@ RECOGNISING = ("lightning.fabric.wrappers", "lightning.pytorch.utilities.compile
 KERNELS = "torch._meta_registrations"
 LATE = (KERNELS, "torch.export")
 """Modules that are loaded when an attribute of them is used."""
-NEED_KERNELS = (COMPILER, "torch.utils._content_store")
-"""Modules that must find the kernels loaded: they import one another."""
 OF_A_GPU = () if os.path.exists("/dev/nvidiactl") else ("cuda.bindings", "pynvml")
 """Modules that torch does without. They ask for a driver that is not there."""
 
@@ -126,7 +124,7 @@ class _LateModule(ModuleType):
 
 
 class _LateLoader(Loader):
-    """Loads nothing; :class:`_LateModule` does, with the real loader."""
+    """Does not load its module; :class:`_LateModule` does, with the real loader."""
 
     def __init__(self, real: Loader) -> None:
         self.real = real
@@ -135,7 +133,9 @@ class _LateLoader(Loader):
         return _LateModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing."""
+        """Load only what the kernels are made of: without that, torch has no generators."""
+        if module.__name__ == KERNELS:
+            importlib.import_module("torch._prims")
 
 
 def _load_kernels() -> None:
@@ -166,8 +166,6 @@ class _Finder:
         """
         if name in OF_A_GPU:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-        if name in NEED_KERNELS:
-            _load_kernels()
         if name not in (*self._changes, *RECOGNISING, *LATE):
             return None
         spec = PathFinder.find_spec(name, path)

@@ -20,7 +20,7 @@ from lightning.fabric.wrappers import OptimizedModule  # noqa: E402
 
 def say(*more: object) -> None:
     """Print whether the compiler and the kernels in Python are there, and the weight."""
-    there = [name in sys.modules for name in ("torch._dynamo", "torch._prims")]
+    there = [name in sys.modules for name in ("torch._dynamo", "torch._decomp.decompositions")]
     print(*there, weight.tolist(), *more)
 
 
