@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from dlrover_py.checkpoint.writer import metadata
+from dlrover_py.checkpoint.dcp_index import metadata
 from dlrover_py.protocol.manifest import Manifest, WrittenChunk
 from dlrover_py.protocol.names import Round, Step, Timeline
 from dlrover_py.protocol.slots import TensorChunk
