@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -91,7 +90,9 @@ SEAMS = {
     "zygote": Seam(START, r"zygote-1\.json", then="it cannot be started: no answer within 3 s"),
     "orders": Seam("open", r"zygote-1\.json", then="it cannot be started: no answer within 3 s"),
     "fork": Seam("socket.sendmsg", provoke=next_round, then="zygote_lost", runs=2),
-    "store": Seam(START, "store_server", "asks", then="store of the round has ended: it cannot"),
+    "store": Seam(
+        START, "store_server", "asks", then="the store of the round has ended: it cannot"
+    ),
     "store-output": Seam("open", r"store\.log'\)?, 'r'", "asks", end_of_store, "exit code -9"),
     "persister": Seam(
         START, r"dlrover_py\.checkpoint\.writer", "checkpoint", then="persister_ended", runs=1
@@ -211,7 +212,8 @@ def test_more_signals_while_a_start_hangs_do_not_take_the_last_words(
     eventually((place.folder / "blocked").exists, "the call blocks")
     while run.poll() is None:
         run.send_signal(number)
-        time.sleep(0.001)
+        with suppress(subprocess.TimeoutExpired):
+            run.wait(timeout=0.001)
     _, err = run.communicate(timeout=20)
     assert (run.returncode, err) == (1, f"elastic-run: the agent received {number.name}\n")
 
