@@ -22,7 +22,8 @@ network_errors+='|timed out|network timeout|HTTP status server error'
 reduced_tests=(
     tests/unit/test_flags.py tests/unit/test_visible.py tests/unit/test_torch_names.py
     tests/unit/test_restore.py tests/unit/test_state.py tests/unit/test_staging.py
-    tests/unit/test_memory_ranges.py tests/unit/test_replica_check.py tests/local/test_store_server.py
+    tests/unit/test_torch_format.py tests/unit/test_memory_ranges.py
+    tests/unit/test_replica_check.py tests/local/test_store_server.py
     tests/local/test_checkpointer.py::test_a_checkpoint_is_loaded_by_another_version_of_torch
 )
 torch_tests=(

@@ -18,7 +18,7 @@ Once the commit is granted, the coordinator writes the manifest
 (:mod:`dlrover_py.checkpoint.directory`). All bytes are hashed while they are written and compared
 with the digests of the staged bytes. Bytes that differ never become part of a checkpoint.
 
-The files follow torch/distributed/checkpoint/filesystem.py of torch 2.6 to 2.15.
+Nothing here imports torch (:mod:`dlrover_py.checkpoint.torch_format`).
 """
 
 import contextlib
@@ -28,14 +28,11 @@ import signal
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
-from math import prod
 from typing import Any, Literal, TypeVar
 
-import torch
 import xxhash
 
 from dlrover_py import telemetry
@@ -56,7 +53,8 @@ from dlrover_py.checkpoint.plan import (
     file_of,
     make_plan,
 )
-from dlrover_py.checkpoint.shm import DamagedDataError, ShmSlot
+from dlrover_py.checkpoint.shm import DamagedDataError
+from dlrover_py.checkpoint.torch_format import dcp_metadata, zip_around
 from dlrover_py.process.identity import ignore_sent_to_all, signal_at_parents_end
 from dlrover_py.protocol.agents import PersistPhase, StoredCheckpoint
 from dlrover_py.protocol.documents import Document
@@ -81,7 +79,6 @@ from dlrover_py.protocol.shares import (
     WrittenFile,
     WrittenFiles,
 )
-from dlrover_py.protocol.slots import TensorChunk
 
 log = logging.getLogger("persister")
 
@@ -103,90 +100,47 @@ D = TypeVar("D", bound=Document)
 # --- Files ---
 
 
-class _TensorFileWriter:
-    """A stream for ``torch.save`` that finds the raw bytes of a tensor in its zip and hashes them.
-
-    Its ``write`` never raises, because the C++ writer that calls it would end the process. The
-    attribute `error` holds what happened.
-    """
+class _HashedFile:
+    """A file that is written from its beginning, with the hash of all its bytes."""
 
     def __init__(self, sink: FileWriter, stopped: Callable[[], bool]) -> None:
-        """Start at the beginning of a file; ``stopped`` is called before each chunk."""
+        """Start at the beginning of a file; ``stopped`` is called before each large write."""
         self._sink, self._stopped = sink, stopped
         self.position = 0
         """Offset of the next byte in the file."""
-        self.error: Exception | None = None
-        """Error of the first write that failed."""
         self.whole = xxhash.xxh3_64()
         """Hash of all bytes that were passed on to the file."""
         self._small = bytearray()
         """Combined small writes that were not passed on yet."""
-        self._extra = 0
-        """Length of the extra field in the last local header of the zip."""
-        self._nbytes = 0
-        self.payload = -1
-        """Offset in the file of the raw bytes of the current tensor; -1: not found yet."""
-        self._tensor_digest = xxhash.xxh3_64()
-        """Hash of the raw bytes of the current tensor."""
 
-    def begin(self, nbytes: int) -> None:
-        """Start the next tensor, which has this number of raw bytes."""
-        self.payload, self._nbytes, self._tensor_digest = -1, nbytes, xxhash.xxh3_64()
+    def write(self, data: bytes | memoryview) -> int:
+        """Hash and write data, and return their own XXH3; small writes are combined.
 
-    @property
-    def xxh3(self) -> int:
-        """XXH3 of the raw bytes of the current tensor that were written."""
-        return self._tensor_digest.intdigest()
-
-    def write(self, data: Any) -> int:
-        """Accept data from torch, whose memory is valid only during the call; return its length.
-
-        After a failed write (`error`) the data is ignored.
-        """
-        data = memoryview(data).cast("B")
-        size = len(data)
-        if self.error is not None:
-            return size
-        if self.payload < 0:
-            # A local header of a zip has 30 bytes, the name, and the extra field that torch uses to
-            # align the data.
-            if size == 30 and data[:4] == b"PK\3\4":
-                self._extra = int.from_bytes(data[28:30], "little")
-            elif size < 64 and bytes(data).endswith(b"/data/0"):
-                self.payload = self.position + size + self._extra
-        try:
-            self._write_data(data)
-        except Exception as error:  # noqa: BLE001  told by who has called torch.save
-            self.error = error
-        return size
-
-    def _write_data(self, data: memoryview) -> None:
-        """Hash and write data; small writes are combined.
+        Args:
+            data: bytes; a memoryview must have the format ``B``.
 
         Raises:
-            WriteCancelledError: the attempt was canceled; looked up before each large chunk.
+            WriteCancelledError: the attempt was canceled; looked up before each `WRITE_BYTES`.
             OSError: the data cannot be written.
         """
-        start = self.payload
-        inside = 0 <= start <= self.position < start + self._nbytes
-        if len(data) < COMBINE_BELOW:
-            if inside:
-                self._tensor_digest.update(data)
+        size = len(data)
+        self.position += size
+        if size < COMBINE_BELOW:
             self._small += data
-            self.position += len(data)
             if len(self._small) >= WRITE_BYTES:
                 self.flush_small()
-            return
+            return xxhash.xxh3_64_intdigest(data)
         self.flush_small()
-        for at in range(0, len(data), WRITE_BYTES):
+        digest = xxhash.xxh3_64()
+        rest = memoryview(data)
+        for at in range(0, size, WRITE_BYTES):
             if self._stopped():
                 raise WriteCancelledError
-            chunk = data[at : at + WRITE_BYTES]
-            if inside:
-                self._tensor_digest.update(chunk)
-            self.whole.update(chunk)
-            self._sink.write(chunk)
-            self.position += len(chunk)
+            part = rest[at : at + WRITE_BYTES]
+            digest.update(part)
+            self.whole.update(part)
+            self._sink.write(part)
+        return digest.intdigest()
 
     def flush_small(self) -> None:
         """Pass the combined small writes on to the file."""
@@ -194,32 +148,6 @@ class _TensorFileWriter:
             self.whole.update(self._small)
             self._sink.write(memoryview(self._small))
             self._small = bytearray()
-
-    def flush(self) -> None:
-        """Do nothing; torch calls this at the end of a zip."""
-
-    def raw(self, data: bytes) -> int:
-        """Write the bytes of an object and return their offset in the file."""
-        offset = self.position
-        self._write_data(memoryview(data))
-        return offset
-
-
-def _tensor(slot: ShmSlot, chunk: TensorChunk, at: int) -> torch.Tensor:
-    """Return a chunk in a slot as a tensor whose storage is not larger than the chunk.
-
-    The tensor shares the memory of the slot: its bytes change if the slot is filled again.
-
-    Args:
-        slot: the slot.
-        chunk: the chunk.
-        at: offset of the chunk in the slot.
-    """
-    dtype = getattr(torch, chunk.dtype)
-    if not chunk.nbytes:
-        return torch.empty(chunk.shape, dtype=dtype)
-    flat = torch.frombuffer(slot.view(), dtype=dtype, count=prod(chunk.shape), offset=at)
-    return flat.reshape(chunk.shape)
 
 
 # --- Attempt ---
@@ -608,7 +536,7 @@ class WriteAttempt:
 
         Raises:
             WriteCancelledError: the attempt was canceled.
-            ValueError: the plan does not fit to the slots, or torch writes an unknown format.
+            ValueError: the plan does not fit to the slots.
             DamagedDataError: the bytes of a slot are not those that were staged.
             OSError: a file cannot be written.
         """
@@ -629,12 +557,13 @@ class WriteAttempt:
             wanted += sum(len(held.found.objects[key]) for key in keys)
             sink = store.place.sink(path, wanted)
             try:
-                stream = _TensorFileWriter(sink, self._is_cancelled)
+                stream = _HashedFile(sink, self._is_cancelled)
                 chunks += [self._write_chunk(held, i, stream) for i in indices]
                 sums = {key: xxh3 for key, _, xxh3 in held.share.objects}
                 for key in keys:
                     value = held.found.objects[key]
-                    at = stream.raw(value)
+                    at = stream.position
+                    stream.write(value)
                     objects.append(StoredObject(rank, key, at, len(value), sums[key]))
                 stream.flush_small()
                 self._check()
@@ -647,7 +576,7 @@ class WriteAttempt:
         store.place.settle(self.folder)
         return WrittenFiles(tuple(chunks), tuple(objects), tuple(files))
 
-    def _write_chunk(self, held: OpenSlot, index: int, stream: _TensorFileWriter) -> StoredChunk:
+    def _write_chunk(self, held: OpenSlot, index: int, stream: _HashedFile) -> StoredChunk:
         """Write a chunk, and return where it is.
 
         Args:
@@ -658,23 +587,17 @@ class WriteAttempt:
         Raises:
             WriteCancelledError: the attempt was canceled.
             DamagedDataError: the bytes in the slot are not those that were staged.
-            ValueError: torch writes a format in which the raw bytes cannot be found.
             OSError: the file cannot be written.
         """
-        chunk = held.share.chunks[index]
+        chunk, at = held.share.chunks[index], held.slot_offsets[index]
+        before, after = zip_around(chunk)
         start = stream.position
-        stream.begin(chunk.nbytes)
-        try:
-            torch.save(_tensor(held.slot, chunk, held.slot_offsets[index]), stream)
-        except RuntimeError:  # raised by torch after an error of the stream
-            if stream.error is None:
-                raise
-        if stream.error is not None:
-            raise stream.error
-        if stream.payload < 0:
-            raise ValueError(f"torch {torch.__version__} writes an unknown format: expected data/0")
+        stream.write(before)
+        payload = stream.position
+        xxh3 = stream.write(held.slot.view()[at : at + chunk.nbytes])
+        stream.write(after)
         self._check()
-        if stream.xxh3 != held.share.digests[index]:
+        if xxh3 != held.share.digests[index]:
             raise DamagedDataError(
                 f"{chunk.key} of rank {held.share.rank}: its bytes in {held.slot.path} are not "
                 "those that were staged; nothing of this step is stored. If the script edits "
@@ -682,7 +605,7 @@ class WriteAttempt:
                 "happens again, have the memory of this node tested"
             )
         length = stream.position - start
-        return StoredChunk(held.share.rank, index, start, length, stream.payload, stream.xxh3)
+        return StoredChunk(held.share.rank, index, start, length, payload, xxh3)
 
     # --- Commit by the coordinator ---
 
@@ -703,12 +626,9 @@ class WriteAttempt:
         request = self.order
         self._set_activity(f"writing {store.place.url}/{self.folder}/{METADATA_FILE}")
         self._files.append(f"{self.folder}/{METADATA_FILE}")
-        # Imported here: it takes a third as long again as torch, and only one node needs it.
-        from dlrover_py.checkpoint.dcp_index import metadata
-
-        index = metadata(written.manifest, written.extents)
-        manifest = replace(written.manifest, index=xxhash.xxh3_64_intdigest(index))
-        store.place.put(f"{self.folder}/{METADATA_FILE}", index)
+        content = dcp_metadata(written.manifest, written.extents)
+        manifest = replace(written.manifest, index=xxhash.xxh3_64_intdigest(content))
+        store.place.put(f"{self.folder}/{METADATA_FILE}", content)
         if self._term is None:
             self._set_activity("no permission from the master to commit")
             self._reply(PersistPhase.READY)
@@ -919,9 +839,6 @@ def main(*, nice: int = NICE) -> int:
     with contextlib.suppress(OSError):
         os.nice(max(0, nice - os.nice(0)))
     telemetry.setup("persister", level=telemetry.wished_level("WARNING"))
-    warnings.filterwarnings("ignore", message="The given buffer is not writable")
-    torch.set_num_threads(1)
-    torch.serialization.set_crc32_options(False)  # XXH3 protects the bytes, three times as fast
     replies_fd = os.dup(1)
     os.dup2(2, 1)  # print() must not write between the replies
     lock = threading.Lock()

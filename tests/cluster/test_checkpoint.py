@@ -126,7 +126,7 @@ class Saving:
         )
 
     def can_store(self, status: Training) -> None:
-        """Wait until each node's persister is there: it has torch to import before."""
+        """Wait until each node's persister is there."""
 
         def ready(node: NodeStatus) -> bool:
             log = self.cluster.logs(f"job-{node.id}", self.run.namespace)

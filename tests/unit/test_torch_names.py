@@ -76,7 +76,7 @@ OUTSIDE = {
     "agent/dlrover_agent/warm/compiler.py": {"_inductor"},
     "agent/dlrover_agent/warm/store_server.py": {"_C", "_c10d_init"},
     "agent/dlrover_agent/warm/zygote.py": {"_is_in_bad_fork"},
-    "dlrover_py/checkpoint/dcp_index.py": {"_StorageInfo"},
+    "dlrover_py/checkpoint/torch_format.py": {"_utils"},
 }
 """Modules outside of the trainer, which may not import it, and their private names of torch."""
 

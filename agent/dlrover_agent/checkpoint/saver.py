@@ -512,7 +512,7 @@ class Saver:
         )
 
     def _start_persister(self) -> None:
-        """Start the persister early, because at a drain there is no time to import torch.
+        """Start the persister early, because at a drain each second counts.
 
         It also looks at the writer lease early: at a drain there may be no time until the lease of
         a killed job expires. The method does nothing while no directory is known.
