@@ -17,7 +17,7 @@ TORCHS_METADATA = {
     ROOT / "dlrover_py/trainer/torch_compat.py",
     ROOT / "dlrover_py/checkpoint/torch_format.py",
 }
-"""torch's own index of a checkpoint is a pickle: one module reads it, with limits, one writes it."""
+"""torch's index of a checkpoint is a pickle: one module reads it, with limits, one writes it."""
 
 
 def test_no_product_code_pickles() -> None:
