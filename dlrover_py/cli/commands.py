@@ -1604,8 +1604,8 @@ def verify(what: str | None, as_json: bool, target: Target) -> int:
     """Prove that each sample of each finished epoch was trained once.
 
     DIR is the folder of ElasticLoader(ledger=…) or of ShardLoader.keep_ledger(…), or a folder with
-    it in its folder "ledger". Of a JOB, the ledger is the folder "ledger" beside its checkpoints.
-    The training may be running. Steps that were lost with a failure and trained again count once.
+    it in its folder "ledger". Of a JOB, the ledger is the folder "ledger" beside its checkpoints:
+    all runs that continue from these checkpoints share it. The training may be running. Steps that were lost with a failure and trained again count once.
     The exit code is 1 if a sample was left out or trained twice, or if that cannot be proven.
 
     \f
@@ -1631,7 +1631,8 @@ def verify(what: str | None, as_json: bool, target: Target) -> int:
         raise ConfigError(f"{error}\n{what}: there is no folder of this name, either") from error
     folder = ledger_of(job_view)
     if not as_json:
-        click.echo(f"its ledger is {folder}", err=True)
+        later = "; later runs that continue it are in there, too" if "@" in (what or "") else ""
+        click.echo(f"its ledger is {folder}{later}", err=True)
     return 0 if print_report(folder, as_json=as_json) else 1
 
 

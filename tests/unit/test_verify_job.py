@@ -52,6 +52,7 @@ def test_a_job_is_read(name: str | None, here: Path, capfd: pytest.CaptureFixtur
     said = capfd.readouterr()
     assert said.out == PROVEN
     assert f"its ledger is {here}/data/ledger" in said.err
+    assert ("later runs that continue it" in said.err) == (name == "demo@1")
 
 
 @pytest.mark.parametrize("folder", ["data", "./data/ledger"])
