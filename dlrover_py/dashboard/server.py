@@ -12,7 +12,7 @@ import hmac
 import logging
 import re
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Protocol
@@ -165,15 +165,17 @@ class Access:
         return hmac.compare_digest(sent.encode(), self.csrf.encode())
 
 
-def pause_after(pause_s: float, poll_s: float, *, changed: bool) -> float:
+def pause_after(pause_s: float, poll_s: float, changed: Collection[str]) -> float:
     """Return the pause after a look at a job: longer with each one that has found nothing new.
+
+    The pictures change with the clock alone, so a change of theirs is nothing new.
 
     Args:
         pause_s: The pause before it, in seconds.
         poll_s: The least pause, in seconds.
-        changed: Whether it has found something new.
+        changed: Names of the sections that have changed.
     """
-    return poll_s if changed else min(pause_s + poll_s, QUIET * poll_s)
+    return poll_s if set(changed).difference(pages.PICTURES) else min(pause_s + poll_s, QUIET * poll_s)
 
 
 Changes = tuple[list[str], str]
@@ -270,7 +272,7 @@ class SectionWatch:
             changed = self._changed(news)
             for queue in self._queues if changed else ():
                 queue.put_nowait((changed, self.revision))
-            pause_s = pause_after(pause_s, self._poll_s, changed=bool(changed))
+            pause_s = pause_after(pause_s, self._poll_s, changed)
             await asyncio.sleep(pause_s)
 
     def _render(self, page: pages.JobPage) -> None:

@@ -1231,6 +1231,6 @@ def test_the_last_time_below_a_picture_is_inside_of_it() -> None:
 def test_a_job_that_does_nothing_new_is_looked_at_less_often() -> None:
     """An open page of such a job took more than half a percent of a core."""
     pauses = [1.0]
-    for changed in (False, False, False, True, False):
-        pauses.append(server.pause_after(pauses[-1], 1.0, changed=changed))
+    for changed in ([], ["rounds"], [], ["time", "head"], []):
+        pauses.append(server.pause_after(pauses[-1], 1.0, changed))
     assert pauses == [1.0, 2.0, 3.0, 3.0, 1.0, 2.0]
