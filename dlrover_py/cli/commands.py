@@ -1605,8 +1605,9 @@ def verify(what: str | None, as_json: bool, target: Target) -> int:
 
     DIR is the folder of ElasticLoader(ledger=…) or of ShardLoader.keep_ledger(…), or a folder with
     it in its folder "ledger". Of a JOB, the ledger is the folder "ledger" beside its checkpoints:
-    all runs that continue from these checkpoints share it. The training may be running. Steps that were lost with a failure and trained again count once.
-    The exit code is 1 if a sample was left out or trained twice, or if that cannot be proven.
+    all runs that continue from these checkpoints share it. The training may be running. Steps that
+    were lost with a failure and trained again count once. The exit code is 1 if a sample was left
+    out or trained twice, or if that cannot be proven.
 
     \f
 

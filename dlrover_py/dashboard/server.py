@@ -12,7 +12,15 @@ import hmac
 import logging
 import re
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Protocol
@@ -175,7 +183,9 @@ def pause_after(pause_s: float, poll_s: float, changed: Collection[str]) -> floa
         poll_s: The least pause, in seconds.
         changed: Names of the sections that have changed.
     """
-    return poll_s if set(changed).difference(pages.PICTURES) else min(pause_s + poll_s, QUIET * poll_s)
+    if set(changed).difference(pages.PICTURES):
+        return poll_s
+    return min(pause_s + poll_s, QUIET * poll_s)
 
 
 Changes = tuple[list[str], str]
