@@ -81,7 +81,7 @@ from dlrover_py.ps.door import FRAME_BYTES
 from scripts.reference import ROOT, Row, _plain, attribute_texts, code, filled, page, table
 
 WRITER = "dlrover_py/checkpoint/writer.py"
-"""The module of the persister. It is not imported, because it needs torch."""
+"""The module of the persister: a program, which is not imported."""
 UNANSWERED_S = liveness.ProbeTiming().hung_after_s
 """Seconds after which a master that does not answer is killed."""
 

@@ -2,8 +2,8 @@
 
 The persister writes the files of torch.distributed.checkpoint (DCP). It must be ready when a node
 has only seconds left, and to import torch takes seconds and hundreds of megabytes. So this module
-makes the bytes around the data of a tensor, and the index of a checkpoint. They are those of torch
-2.6, which later versions read too.
+makes the bytes around the data of a tensor, and the index of a checkpoint. torch 2.6 and all later
+versions read them.
 
 Sources: torch/serialization.py, torch/_utils.py, and metadata.py and filesystem.py of
 torch/distributed/checkpoint; PKWARE's APPNOTE.TXT (zip); CPython's pickletools.py (pickle).
@@ -26,10 +26,10 @@ _METADATA = "torch.distributed.checkpoint.metadata"
 _FILES = "torch.distributed.checkpoint.filesystem"
 
 
-def _value(value: object) -> bytes:
-    """Return the pickle opcodes that push a number, a string or a tuple of them.
+def _value(value: int | str | tuple[int, ...] | tuple[str, ...]) -> bytes:
+    """Return the pickle opcodes that push a number, a string or a tuple of a few strings.
 
-    They may replace the first entries of the memo.
+    They use the first entries of the memo, one for each string and for the tuple.
     """
     return pickle.dumps(value, 2)[2:-1]
 
@@ -125,7 +125,8 @@ def dcp_metadata(manifest: Manifest, extents: Mapping[tuple[Any, ...], tuple[int
     paths = {key: (key,) if path[0] in top else path for key, path in paths.items()}
     fields = (
         _value("state_dict_metadata") + b"}(%bu" % b"".join(entries),
-        _value("planner_data") + _value(paths),
+        _value("planner_data")
+        + b"}(%bu" % b"".join([_value(key) + _value(path) for key, path in paths.items()]),
         _value("storage_data") + b"}(%bu" % b"".join(places),
     )
     metadata = _global(_METADATA, "Metadata") + b")\x81}(%bub" % b"".join(fields)
@@ -158,29 +159,22 @@ def zip_around(chunk: TensorChunk) -> tuple[bytes, bytes]:
     compare it: a checkpoint has an XXH3 of all bytes.
     """
     small = {
-        "archive/data.pkl": _tensor(chunk),
-        "archive/byteorder": sys.byteorder.encode(),
-        "archive/version": b"3\n",
+        b"archive/data.pkl": _tensor(chunk),
+        b"archive/byteorder": sys.byteorder.encode(),
+        b"archive/version": b"3\n",
     }
     head, central = b"", b""
     for name, content in small.items():
-        fixed = (_VERSION, _UTF8, 0, 0, _DATE, zlib.crc32(content), len(content), len(content))
-        central += _CENTRAL_HEADER.pack(
-            b"PK\1\2", _VERSION, *fixed, len(name), 0, 0, 0, 0, 0, len(head)
-        )
-        central += name.encode()
-        head += _LOCAL_HEADER.pack(b"PK\3\4", *fixed, len(name), 0) + name.encode() + content
-    name = "archive/data/0"
+        fixed = _fixed(len(content), zlib.crc32(content))
+        central += _central(name, fixed, len(head))
+        head += _LOCAL_HEADER.pack(b"PK\3\4", *fixed, len(name), 0) + name + content
+    name, fixed = b"archive/data/0", _fixed(_SEE_EXTRA, 0)
     sizes = struct.pack("<2H2Q", 1, 16, chunk.nbytes, chunk.nbytes)
-    fixed = (_VERSION, _UTF8, 0, 0, _DATE, 0, _SEE_EXTRA, _SEE_EXTRA)
-    central += _CENTRAL_HEADER.pack(
-        b"PK\1\2", _VERSION, *fixed, len(name), len(sizes), 0, 0, 0, 0, len(head)
-    )
-    central += name.encode() + sizes
+    central += _central(name, fixed, len(head), sizes)
     unpadded = len(head) + _LOCAL_HEADER.size + len(name) + len(sizes) + 4
     padding = bytes(-unpadded % ALIGN)
-    extra = sizes + struct.pack("<2s1H", b"FB", len(padding)) + padding  # torch's name for padding
-    head += _LOCAL_HEADER.pack(b"PK\3\4", *fixed, len(name), len(extra)) + name.encode() + extra
+    extra = sizes + struct.pack("<2sH", b"FB", len(padding)) + padding  # torch's name for padding
+    head += _LOCAL_HEADER.pack(b"PK\3\4", *fixed, len(name), len(extra)) + name + extra
     at, count = len(head) + chunk.nbytes, len(small) + 1
     end = _END.pack(
         b"PK\6\6", _END.size - 12, _VERSION, _VERSION, 0, 0, count, count, len(central), at
@@ -188,6 +182,17 @@ def zip_around(chunk: TensorChunk) -> tuple[bytes, bytes]:
     locator = _LOCATOR.pack(b"PK\6\7", 0, at + len(central), 1)
     old_end = _OLD_END.pack(b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, _SEE_EXTRA, _SEE_EXTRA, 0)
     return head, central + end + locator + old_end
+
+
+def _fixed(nbytes: int, crc: int) -> tuple[int, ...]:
+    """Return the fields that both headers of an entry of a zip have, of uncompressed content."""
+    return _VERSION, _UTF8, 0, 0, _DATE, crc, nbytes, nbytes
+
+
+def _central(name: bytes, fixed: tuple[int, ...], at: int, extra: bytes = b"") -> bytes:
+    """Return the entry of the directory of a zip, for the content whose header is there."""
+    start = _CENTRAL_HEADER.pack(b"PK\1\2", _VERSION, *fixed, len(name), len(extra), 0, 0, 0, 0, at)
+    return start + name + extra
 
 
 def _tensor(chunk: TensorChunk) -> bytes:

@@ -587,14 +587,18 @@ class WriteAttempt:
         Raises:
             WriteCancelledError: the attempt was canceled.
             DamagedDataError: the bytes in the slot are not those that were staged.
+            ValueError: the slot is too short for the chunk.
             OSError: the file cannot be written.
         """
         chunk, at = held.share.chunks[index], held.slot_offsets[index]
+        data = held.slot.view()[at : at + chunk.nbytes]
+        if len(data) != chunk.nbytes:
+            raise ValueError(f"{held.slot.path}: it ends within {chunk.key}")
         before, after = zip_around(chunk)
         start = stream.position
         stream.write(before)
         payload = stream.position
-        xxh3 = stream.write(held.slot.view()[at : at + chunk.nbytes])
+        xxh3 = stream.write(data)
         stream.write(after)
         self._check()
         if xxh3 != held.share.digests[index]:

@@ -20,7 +20,7 @@ ALLOWED = {
     "dlrover_agent.loop": PYDANTIC | {"h11", "xxhash"},
     "dlrover_py.master.__main__": PYDANTIC | HTTP_SERVER,
     "dlrover_py.master.traces": PYDANTIC,
-    # A node that has seconds left may need it: torch would cost seconds, and 300 MB on each node.
+    # A node that has seconds left may need it: torch would cost seconds and 500 MB.
     "dlrover_py.checkpoint.writer": PYDANTIC | {"xxhash"},
     "pynvml": {"pynvml"},  # what GPUs report is read in the agent, where torch would cost seconds
 }

@@ -136,7 +136,6 @@ def test_plain_torch_reads_what_was_staged(persister: Persister, tmp_path: Path)
     assert nested["epoch"] == {"at": 4}
 
 
-@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 def test_a_store_is_told_about_how_large_a_file_becomes(tmp_path: Path) -> None:
     told: dict[str, int] = {}
 
@@ -413,7 +412,6 @@ def test_two_jobs_in_one_directory_are_refused(trio: list[Persister], tmp_path: 
 # --- the master is lost ---
 
 
-@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 def test_survivors_store_once_when_the_job_renews_its_lease_no_more(tmp_path: Path) -> None:
     place = tmp_path / "ckpt"
     looks = count(step=20.0)
@@ -641,7 +639,6 @@ def test_a_store_that_hangs_is_told_and_the_trainer_goes_on(tmp_path: Path) -> N
     assert one.process.returncode == 0
 
 
-@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 def test_a_write_may_take_as_long_as_it_goes_on(tmp_path: Path, monkeypatch: Any) -> None:
     """A large state on a slow store takes hours; the other node waits for its part."""
     limit_s, pause = 3.0, threading.Event()

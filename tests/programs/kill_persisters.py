@@ -3,8 +3,8 @@
     python -m tests.programs.kill_persisters FOLDER KILLS SEED
 
 Each line of its output is JSON: the step, and whether a persister told that it is committed. The
-last one is a step that nothing disturbs, and why it failed. A parent that has imported torch forks
-the persisters: a new interpreter each time would take seconds.
+last one is a step that nothing disturbs, and why it failed. A parent forks
+the persisters: a new interpreter each time would take longer than the write.
 """
 
 import json
@@ -16,8 +16,6 @@ import sys
 import time
 from pathlib import Path
 from typing import BinaryIO
-
-import torch  # noqa: F401 - the persisters need not import it
 
 from dlrover_py.checkpoint import writer
 from dlrover_py.protocol.agents import PersistPhase

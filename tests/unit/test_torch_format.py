@@ -114,6 +114,23 @@ def test_the_index_is_what_torch_would_write(
     assert found.planner_data.keys() == wanted.keys()
 
 
+@pytest.mark.parametrize("count", [23, 24, 25, 26, 49, 50, 51, 52, 99, 100, 1000])
+def test_an_index_may_have_any_number_of_keys(count: int) -> None:
+    """From 25 on, nothing could read it: the keys took the places of other values in the memo."""
+    chunks = [
+        WrittenChunk(whole(f"model.{i}.w", "float32", (i,)), "__0_0.distcp", 64, 1)
+        for i in range(count)
+    ]
+    objects = [WrittenObject(f"extra.{i}", "__0_0.distcp", i, 9, 0) for i in range(count)]
+    extents = {written.chunk.box: (i, 9) for i, written in enumerate(chunks)}
+    found = pickle.loads(dcp_metadata(manifest(chunks, objects), extents))
+    names = [item.key for item in objects]
+    assert list(found.planner_data) == [written.chunk.key for written in chunks] + names
+    assert found.planner_data["model.7.w"] == ("model", "7.w")
+    assert [place.offset for place in found.storage_data.values()] == 2 * list(range(count))
+    assert {index.fqn for index in found.storage_data} == set(found.state_dict_metadata)
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_loads_a_checkpoint(tmp_path: Path) -> None:
     """A tensor in two chunks, a scalar, and an object; torch makes one file of them, too."""

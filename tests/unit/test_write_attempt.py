@@ -34,7 +34,6 @@ class FreedAtTheFourthTry(CheckpointDirectory):
         super().acquire_lease(*args, **options)
 
 
-@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 @pytest.mark.parametrize(
     ("holder", "host"),
     [("another-job", "another"), (f"{JOB}/n7", None)],
@@ -78,7 +77,6 @@ class Clock:
         return self.now
 
 
-@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 def test_a_lease_that_was_watched_before_the_first_write_has_expired_by_then(
     tmp_path: Path,
 ) -> None:
