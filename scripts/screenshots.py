@@ -97,7 +97,8 @@ def main() -> int:
                 page = browser.new_page(viewport={"width": WIDTH, "height": 900})
                 page.set_default_timeout(120_000)
                 expect.set_options(timeout=120_000)
-                of_operator(page, take(page, link, folder, dlrover, work), folder)
+                running = take(page, link, folder, dlrover, work)
+                of_operator(page, running, folder, work)
                 browser.close()
         finally:
             run.send_signal(signal.SIGINT)
@@ -137,7 +138,7 @@ def take(page: Page, link: str, folder: Path, dlrover: list[str], work: Path) ->
     expect(page.locator("#rounds svg[role=img]")).to_contain_text("round 3")
     expect(page.locator("#checkpoints")).to_contain_text("3 of 3 members")
     page.get_by_role("button", name="Take stacks").click()
-    expect(page.locator("#stacks pre")).to_contain_text("ranks")
+    expect(page.locator("#stacks pre")).to_contain_text("rank")
     expect(page.get_by_role("img", name=re.compile("3 nodes: trains"))).to_be_visible()
     page.wait_for_timeout(6000)  # the pictures change every five seconds
     rename(page, work)
@@ -153,13 +154,14 @@ def take(page: Page, link: str, folder: Path, dlrover: list[str], work: Path) ->
     return JobStatus.model_validate(status_of(dlrover))
 
 
-def of_operator(page: Page, running: JobStatus, folder: Path) -> None:
+def of_operator(page: Page, running: JobStatus, folder: Path, work: Path) -> None:
     """Take the pictures of the operator's pages.
 
     Args:
         page: page of a browser.
         running: status of a job.
         folder: folder of the pictures.
+        work: folder of the job.
     """
     nodes = [n.model_copy(update={"host": f"gpu-{i + 1}"}) for i, n in enumerate(running.nodes)]
     fault = HostFault(host="gpu-4", at=running.started_at, kind=HostFaultKind.HARDWARE)
@@ -194,6 +196,7 @@ def of_operator(page: Page, running: JobStatus, folder: Path) -> None:
         picture(page, folder / "operator-jobs.png", "table")
         page.get_by_role("link", name="ranking").click()
         expect(page.locator("h1")).to_contain_text("ranking")
+        rename(page, work)
         picture(page, folder / "operator-job.png", "#rounds")
         page.get_by_role("link", name="Hosts").click()
         expect(page.locator("h1")).to_have_text("Hosts of the cluster")

@@ -817,9 +817,13 @@ def test_the_page_says_where_each_checkpoint_is_and_when_the_next_one_is_due() -
     assert "a peer's 20" in browser.call("GET", "/jobs/demo/sections/nodes").text
 
 
-def test_a_job_without_a_status_has_a_page() -> None:
-    jobs = OneJob(JobView("demo", [], "Pending", "no status yet", None, [], [], {}))
-    assert "no status yet" in Browser(jobs).enter().call("GET", "/jobs/demo/").text
+@pytest.mark.parametrize(("phase", "controls"), [("Pending", True), ("Killed", False)])
+def test_a_job_without_a_status_has_a_page(phase: str, controls: bool) -> None:
+    """A page that was opened while its job started never had controls."""
+    jobs = OneJob(JobView("demo", [], phase, "no status yet", None, [], [], {}))
+    text = Browser(jobs).enter().call("GET", "/jobs/demo/").text
+    assert "no status yet" in text
+    assert ('hx-post="actions/scale"' in text) is controls
 
 
 def test_only_what_has_changed_is_announced() -> None:
