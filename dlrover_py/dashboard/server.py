@@ -59,7 +59,7 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 """Headers of every answer: nothing is loaded from elsewhere, framed, or kept."""
-QUIET = 3
+QUIET = 5
 """Greatest factor of the pause after looks at a job that have found nothing new."""
 PICTURES_S = 5.0
 """Least seconds between two announcements of a picture, which is large."""
@@ -207,6 +207,8 @@ class SectionWatch:
         self._digests: dict[str, str] = {}
         self._told_at: dict[str, float] = {}
         self._queues: set[asyncio.Queue[Changes | None]] = set()
+        self._asked = asyncio.Event()
+        """Set by :meth:`look_now`."""
         self._task: asyncio.Task[None] | None = None
         self._page: pages.JobPage | None = None
         self.sections: dict[str, str] = {}
@@ -261,6 +263,10 @@ class SectionWatch:
                 self._task = self._page = None
                 self.sections = {}
 
+    def look_now(self) -> None:
+        """Look at the job at once, and then as often as after a change: somebody has changed it."""
+        self._asked.set()
+
     def close(self) -> None:
         """End the streams of all viewers."""
         for queue in self._queues:
@@ -283,7 +289,10 @@ class SectionWatch:
             for queue in self._queues if changed else ():
                 queue.put_nowait((changed, self.revision))
             pause_s = pause_after(pause_s, self._poll_s, changed)
-            await asyncio.sleep(pause_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._asked.wait(), pause_s)
+                self._asked.clear()
+                pause_s = 0.0
 
     def _render(self, page: pages.JobPage) -> None:
         """Make the sections anew that may be announced now. The others stay as they are."""
@@ -706,6 +715,8 @@ def _routes(
             return HTMLResponse(pages.render("confirm.html", sure=asked, **ask))
         log.info("action", extra={"data": {"job": name, "action": action, "value": value}})
         done = await asyncio.to_thread(jobs.change, name, action, value)
+        if (watch := watches.get(name)) is not None:
+            watch.look_now()
         return HTMLResponse(pages.render("done.html", message=done, focus="sure" in form))
 
     @found.get("/jobs/{name}/nodes/{node}/actions/keep")

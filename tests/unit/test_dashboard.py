@@ -1235,6 +1235,30 @@ def test_the_last_time_below_a_picture_is_inside_of_it() -> None:
 def test_a_job_that_does_nothing_new_is_looked_at_less_often() -> None:
     """An open page of such a job took more than half a percent of a core."""
     pauses = [1.0]
-    for changed in ([], ["rounds"], [], ["time", "head"], []):
+    for changed in ([], ["rounds"], [], [], [], ["time", "head"], []):
         pauses.append(server.pause_after(pauses[-1], 1.0, changed))
-    assert pauses == [1.0, 2.0, 3.0, 3.0, 1.0, 2.0]
+    assert pauses == [1.0, 2.0, 3.0, 4.0, 5.0, 5.0, 1.0, 2.0]
+
+
+def test_a_change_from_the_page_is_looked_for_at_once() -> None:
+    """Else its viewer would wait for as long as an idle job is not looked at."""
+
+    async def looks() -> int:
+        looked: asyncio.Queue[None] = asyncio.Queue()
+
+        async def load() -> pages.JobPage:
+            looked.put_nowait(None)
+            return pages.JobPage(running(), History(), AT)
+
+        watch = server.SectionWatch(load, 3600.0)
+        changes = watch.changes("")
+        async with asyncio.timeout(30):
+            await anext(changes)
+            for _ in range(2):
+                await looked.get()
+                watch.look_now()
+            await looked.get()
+        await changes.aclose()
+        return looked.qsize()
+
+    assert asyncio.run(looks()) == 0
