@@ -31,7 +31,7 @@ from dlrover_agent.reaper import AGENT_END_MS
 from dlrover_agent.reaper_client import DISMISSED_S, RESTART_PAUSE_S
 from dlrover_agent.warm import observer, pool, tcpstore, zygote
 from dlrover_agent.workers import supervisor
-from dlrover_py.checkpoint import directory, shm, transfer
+from dlrover_py.checkpoint import directory, shm, transfer, writer
 from dlrover_py.cli import runs
 from dlrover_py.kubernetes.auth import CredentialTiming
 from dlrover_py.master import journal_store
@@ -78,10 +78,8 @@ from dlrover_py.protocol import zygote as zygote_messages
 from dlrover_py.ps import messages as ps_messages
 from dlrover_py.ps import wire as ps_wire
 from dlrover_py.ps.door import FRAME_BYTES
-from scripts.reference import ROOT, Row, _plain, attribute_texts, code, filled, page, table
+from scripts.reference import Row, _plain, attribute_texts, code, filled, page, table
 
-WRITER = "dlrover_py/checkpoint/writer.py"
-"""The module of the persister: a program, which is not imported."""
 UNANSWERED_S = liveness.ProbeTiming().hung_after_s
 """Seconds after which a master that does not answer is killed."""
 
@@ -418,19 +416,6 @@ class Wire:
     """Returns lines of Markdown before the messages."""
 
 
-def constant(path: str, name: str) -> Any:
-    """Return the literal value of a constant of a module that is not imported, as it needs torch.
-
-    Raises:
-        ValueError: the module has no such constant.
-    """
-    for line in ast.parse((ROOT / path).read_text()).body:
-        match line:
-            case ast.Assign(targets=[ast.Name(id=found)], value=value) if found == name:
-                return ast.literal_eval(value)
-    raise ValueError(f"{path}: expected a constant {name}, found none")
-
-
 def size(number: int) -> str:
     """Return a number of bytes as text with a unit."""
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
@@ -617,7 +602,7 @@ WIRES: tuple[Wire, ...] = (
         "`attempt` of the master's request.",
         version=f"`format`: {shares.FORMAT}. A newer one ends the attempt. {FORMAT_RULE}",
         limits="A persister looks for the files of the others every "
-        f"{constant(WRITER, 'POLL_PAUSES_S')[1]:g} s or more often.",
+        f"{writer.POLL_PAUSES_S[1]:g} s or more often.",
         module=shares,
         more=lambda: writers_files(),
     ),
@@ -949,7 +934,7 @@ def paths(found: Iterable[Row]) -> list[str]:
 
 def writers_files() -> list[str]:
     """Return the table of the files of a checkpoint, from the docstring of the persister."""
-    said = ast.get_docstring(ast.parse((ROOT / WRITER).read_text())) or ""
+    said = inspect.getdoc(writer) or ""
     block = said.partition("::\n\n")[2].partition("\n\n")[0]
     head, *rows = [re.split(r"\s{2,}", line.strip(), maxsplit=2) for line in block.splitlines()]
     return table(tuple(head), [(code(file), prose(what), who) for file, what, who in rows])

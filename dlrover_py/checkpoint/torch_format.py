@@ -13,7 +13,7 @@ import pickle  # noqa: TID251  only to write: DCP's index is a pickle
 import struct
 import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -22,6 +22,8 @@ from dlrover_py.protocol.slots import ALIGN, TensorChunk
 
 # --- Pickle ---
 
+_KEPT = 100
+"""First entry of the memo for values that are kept; those before it are free for `_value`."""
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILES = "torch.distributed.checkpoint.filesystem"
 
@@ -58,16 +60,20 @@ _FIELDS = (
 )
 _REPEATED |= {name: _value(name) for fields in _FIELDS for name in fields}
 """What an index has many times: it is pickled once, and kept in the memo."""
-_GET = {name: b"h" + bytes([100 + place]) for place, name in enumerate(_REPEATED)}
-"""The pickle opcodes that push these values from the memo, behind the entries of `_value`."""
-_KEEP = b"".join(b"%bq%c0" % (ops, 100 + place) for place, ops in enumerate(_REPEATED.values()))
+_GET = {name: b"h" + bytes([_KEPT + place]) for place, name in enumerate(_REPEATED)}
+"""The pickle opcodes that push these values from the memo."""
+_KEEP = b"".join(b"%bq%c0" % (ops, _KEPT + place) for place, ops in enumerate(_REPEATED.values()))
 """The pickle opcodes that put these values into the memo."""
+
+
+def _dict(items: Iterable[bytes]) -> bytes:
+    """Return the pickle opcodes that push a dict, from those of each key and its value."""
+    return b"}(%bu" % b"".join(items)
 
 
 def _object(cls: str, **fields: bytes) -> bytes:
     """Return the pickle opcodes that push an object, from those of the values of its fields."""
-    state = b"".join([_GET[name] + ops for name, ops in fields.items()])
-    return b"%b)\x81}(%bub" % (_GET[cls], state)
+    return _GET[cls] + b")\x81%bb" % _dict([_GET[name] + ops for name, ops in fields.items()])
 
 
 def _size(lengths: Sequence[int]) -> bytes:
@@ -85,52 +91,52 @@ def dcp_metadata(manifest: Manifest, extents: Mapping[tuple[Any, ...], tuple[int
         manifest: the chunks and objects of the checkpoint, and their files.
         extents: offset and length in bytes of the zip of each chunk, by ``TensorChunk.box``.
     """
-    properties: dict[str, bytes] = {}
-    sizes: dict[str, bytes] = {}
-    chunks: dict[str, list[bytes]] = {}
+    tensors: dict[str, tuple[TensorChunk, list[bytes]]] = {}
     places: list[bytes] = []
     for written in manifest.chunks:
         chunk = written.chunk
-        if chunk.key not in chunks:
-            values = (_global("torch", chunk.dtype), _GET["layout"], b"\x89", _GET["contiguous"])
-            state = b"".join(values) + b"\x89"  # requires_grad and pin_memory are False
-            properties[chunk.key] = _GET["TensorProperties"] + b")\x81(%btb" % state
-            sizes[chunk.key] = _size(chunk.whole)
-            chunks[chunk.key] = []
-        at, known = _size(chunk.at), chunks[chunk.key]
+        _, known = tensors.setdefault(chunk.key, (chunk, []))
+        at = _size(chunk.at)
         position, length = extents[chunk.box]
         places.append(
             _object("MetadataIndex", fqn=_value(chunk.key), offset=at, index=_value(len(known)))
             + _place(written.file, position, length)
         )
         known.append(_object("ChunkStorageMetadata", offsets=at, sizes=_size(chunk.shape)))
-    entries = [
-        _value(key)
-        + _object(
-            "TensorStorageMetadata",
-            properties=properties[key],
-            size=sizes[key],
-            chunks=b"](%be" % b"".join(found),
-        )
-        for key, found in chunks.items()
-    ]
+    entries = [_value(key) + _entry(first, known) for key, (first, known) in tensors.items()]
     for item in manifest.objects:
         entries.append(_value(item.key) + _GET["BytesStorageMetadata"] + b")\x81")
         key = _object("MetadataIndex", fqn=_value(item.key))
         places.append(key + _place(item.file, item.position, item.nbytes))
-    keys = [*chunks, *(item.key for item in manifest.objects)]
+    keys = [*tensors, *(item.key for item in manifest.objects)]
     # dcp_to_torch_save nests by these paths: one level, so that load_state_dict accepts ["model"].
     paths = {key: (key,) if "/" in key else tuple(key.split(".", 1)) for key in keys}
     top = {path[0] for path in paths.values() if len(path) == 1}
     paths = {key: (key,) if path[0] in top else path for key, path in paths.items()}
     fields = (
-        _value("state_dict_metadata") + b"}(%bu" % b"".join(entries),
-        _value("planner_data")
-        + b"}(%bu" % b"".join([_value(key) + _value(path) for key, path in paths.items()]),
-        _value("storage_data") + b"}(%bu" % b"".join(places),
+        _value("state_dict_metadata") + _dict(entries),
+        _value("planner_data") + _dict([_value(key) + _value(at) for key, at in paths.items()]),
+        _value("storage_data") + _dict(places),
     )
-    metadata = _global(_METADATA, "Metadata") + b")\x81}(%bub" % b"".join(fields)
+    metadata = _global(_METADATA, "Metadata") + b")\x81%bb" % _dict(fields)
     return b"\x80\x02" + _KEEP + metadata + b"."
+
+
+def _entry(chunk: TensorChunk, chunks: Iterable[bytes]) -> bytes:
+    """Return the pickle opcodes that push what DCP knows of a tensor.
+
+    Args:
+        chunk: one of its chunks.
+        chunks: the pickle opcodes that push each of them.
+    """
+    values = (_global("torch", chunk.dtype), _GET["layout"], b"\x89", _GET["contiguous"], b"\x89")
+    # The third and the last one: requires_grad and pin_memory are False.
+    return _object(
+        "TensorStorageMetadata",
+        properties=_GET["TensorProperties"] + b")\x81(%btb" % b"".join(values),
+        size=_size(chunk.whole),
+        chunks=b"](%be" % b"".join(chunks),
+    )
 
 
 def _place(file: str, position: int, length: int) -> bytes:

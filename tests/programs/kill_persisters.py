@@ -3,8 +3,8 @@
     python -m tests.programs.kill_persisters FOLDER KILLS SEED
 
 Each line of its output is JSON: the step, and whether a persister told that it is committed. The
-last one is a step that nothing disturbs, and why it failed. A parent forks
-the persisters: a new interpreter each time would take longer than the write.
+last one is a step that nothing disturbs, and why it failed. A parent forks the persisters: a new
+interpreter each time would take longer than the write.
 """
 
 import json

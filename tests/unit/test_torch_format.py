@@ -2,6 +2,7 @@
 
 import io
 import pickle
+import tempfile
 import warnings
 import zipfile
 from itertools import product
@@ -112,6 +113,21 @@ def test_the_index_is_what_torch_would_write(
     assert found.storage_data == places
     assert [key.index for key in found.storage_data] == [key.index for key in places]
     assert found.planner_data.keys() == wanted.keys()
+
+
+def test_the_index_needs_no_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a full /tmp no checkpoint was stored; a killed persister left a folder there."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    chunk = whole("model.w", "float32", (4,))
+    written = WrittenChunk(chunk, "__0_0.distcp", 0, 16)
+    found = pickle.loads(dcp_metadata(manifest([written], []), {chunk.box: (64, 16)}))
+    assert isinstance(found, Metadata)
+    (tensor,) = found.state_dict_metadata.values()
+    assert isinstance(tensor, TensorStorageMetadata)
+    assert tensor.size == torch.Size([4])
+    assert [info.offset for info in found.storage_data.values()] == [64]
 
 
 @pytest.mark.parametrize("count", [23, 24, 25, 26, 49, 50, 51, 52, 99, 100, 1000])
