@@ -81,7 +81,8 @@ def operator_pages(jobs: Sequence[Obj]) -> Iterator[str]:
                 serving = http_server.server(pages)
                 answers = asyncio.create_task(serving.serve(sockets=[listener]))
                 await asyncio.to_thread(over.wait)
-                serving.should_exit = serving.force_exit = True
+                serving.force_exit = True
+                serving.end()
                 await answers
 
         thread = threading.Thread(target=lambda: asyncio.run(serve()))

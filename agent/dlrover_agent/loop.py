@@ -485,6 +485,10 @@ class Agent:
             self._delayed_report = None
             self._master.urge()
 
+    def worker_failed(self) -> None:
+        """Begin the last look at the other workers. See :class:`RoundObserver`."""
+        self._snapshots.begin_last_look()
+
     def round_started(self, assignment: Assignment) -> None:
         """Ask for a report if one waits, record torch's events, and watch for another launcher.
 

@@ -187,7 +187,7 @@ class Pages:
 
     def end(self) -> None:
         """End the server. A page that is open gets the end of its stream."""
-        self._server.should_exit = True
+        self._server.end()
         self._pages.close()
 
 

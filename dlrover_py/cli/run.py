@@ -336,7 +336,7 @@ async def _run(
         await asyncio.gather(viewed, return_exceptions=True)
     more[0].cancel()
     for server in servers:
-        server.should_exit = True
+        server.end()
     master.cancel()
     await asyncio.gather(serving, master, *more, return_exceptions=True)
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)

@@ -163,7 +163,8 @@ async def serve(
     if not tasks[0].done():
         await loop.publish_end(PUBLISH_END_S)
         await loop.keep_evidence(EVIDENCE_END_S)
-    jobs.should_exit = health.should_exit = True
+    jobs.end()
+    health.end()
     tasks[0].cancel()
     ended = await asyncio.gather(*tasks, return_exceptions=True)
     if exporter is not None:

@@ -118,7 +118,27 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
 
 
 class EmbeddedServer(uvicorn.Server):
-    """A uvicorn server that does not install signal handlers."""
+    """A uvicorn server without signal handlers, which wakes up once a second.
+
+    uvicorn's own server wakes up ten times a second, to find out whether it should end. This one
+    ends with :meth:`end`. It wakes up for the header ``Date`` of its replies.
+    """
+
+    _ending: asyncio.Event | None = None
+    """Set by :meth:`end`; None before the server runs."""
+
+    def end(self) -> None:
+        """End the server soon; call it in the thread of its event loop."""
+        self.should_exit = True
+        if self._ending is not None:
+            self._ending.set()
+
+    async def main_loop(self) -> None:
+        """Wait for :meth:`end`, and renew the header ``Date`` once a second meanwhile."""
+        self._ending = asyncio.Event()
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), 1.0)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -186,28 +186,41 @@ def all_processes() -> Iterator[Process]:
     return (found for pid in _process_ids() if (found := _read_stat(pid)) is not None)
 
 
-def members(sessions: Collection[ProcessId]) -> list[Process]:
+def members(
+    sessions: Collection[ProcessId], among: Collection[Process] | None = None
+) -> list[Process]:
     """Return the running processes of sessions. A session is identified by its leader.
 
     A zombie is left out unless one of its threads runs. A process that cannot be read is left out.
     Do not use an identifier once its leader is reaped and its session is empty: the kernel may then
     give its number to another process. Without sessions, nothing is read.
 
+    Args:
+        sessions: The leaders of the sessions.
+        among: All processes; None to read them now.
+
     Raises:
         OSError: There are no more file descriptors.
     """
     if not sessions:
         return []
-    now = {found.id.pid: found for found in all_processes()}
+    now = {found.id.pid: found for found in (all_processes() if among is None else among)}
     numbers = {s.pid for s in sessions if s.pid not in now or now[s.pid].id == s}
     return [found for found in now.values() if found.session in numbers and not found.ended]
 
 
-def children(parent: int, *, ended: bool = False) -> list[ProcessId]:
-    """Return the children of a process that run, or with ``ended`` those that are zombies."""
-    return [
-        found.id for found in all_processes() if found.parent == parent and found.ended is ended
-    ]
+def children(
+    parent: int, *, ended: bool = False, among: Collection[Process] | None = None
+) -> list[ProcessId]:
+    """Return the children of a process that run, or with ``ended`` those that are zombies.
+
+    Args:
+        parent: Process id of their parent.
+        ended: Whether to return zombies.
+        among: All processes; None to read them now.
+    """
+    processes = all_processes() if among is None else among
+    return [found.id for found in processes if found.parent == parent and found.ended is ended]
 
 
 def children_of_thread(thread: int) -> set[int]:

@@ -1,10 +1,10 @@
 """The messages between an agent, its zygote and the processes that the zygote forks.
 
 The agent writes a :class:`ZygoteConfig` to a file, and perhaps another one later. All other
-messages go over a socket: JSON after a length of four bytes. The zygote sends one
-:class:`ZygoteFitness`, and one :class:`ForkAnswer` to each :class:`ForkWorkers` or
-:class:`ForkStore`. Descriptors come with the first byte of a request. A forked process has a socket
-of its own, with one byte in each direction: :data:`GO` and :data:`STARTED`.
+messages go over sockets: JSON after a length of four bytes. Descriptors come with the first byte of
+a message. The zygote sends one :class:`ZygoteFitness`, and one :class:`ForkAnswer` to each
+:class:`ForkChildren`. A forked process has a socket of its own. It gets its task on it, which is a
+:class:`WorkerTask` or a :class:`StoreTask`, then :data:`GO`, and it sends :data:`STARTED`.
 
 All of them run from the same installation, so the messages have no version. A zygote imports as
 little as possible, so this module needs only the standard library.
@@ -83,8 +83,19 @@ class ZygoteFitness(NamedTuple):
         return cls(**_fields(body, unfit=_text, blame=_texts, modules=_number))
 
 
-class WorkerFork(NamedTuple):
-    """A worker that is to be forked."""
+class ForkChildren(NamedTuple):
+    """A request to fork children without a task; descriptors: the control socket of each.
+
+    Without descriptors, the zygote only checks the command line.
+    """
+
+    checked: list[str]
+    """Command line of the workers: the zygote refuses if its modules are not those that they would
+    import. Empty if nothing is to be checked."""
+
+
+class WorkerTask(NamedTuple):
+    """What a child runs as a worker; descriptors: standard output, standard error."""
 
     argv: list[str]
     """Command line of the worker: ``PYTHON -u [-m] SCRIPT ARGS…``."""
@@ -95,15 +106,8 @@ class WorkerFork(NamedTuple):
     ``os.pathsep``; empty if its imports are not recorded."""
 
 
-class ForkWorkers(NamedTuple):
-    """A request to fork workers; descriptors of each: control socket, output, errors."""
-
-    workers: list[WorkerFork]
-    """The workers, at least one."""
-
-
-class ForkStore(NamedTuple):
-    """A request to fork a TCPStore process; descriptors: control socket, listening socket."""
+class StoreTask(NamedTuple):
+    """What a child needs that serves a TCPStore; descriptor: the listening socket."""
 
     store: int
     """Port of the store."""
@@ -123,29 +127,33 @@ class ForkAnswer(NamedTuple):
         return cls(**_fields(body, pids=_numbers, refusal=_text))
 
 
-def encode(message: ZygoteConfig | ZygoteFitness | ForkWorkers | ForkStore | ForkAnswer) -> bytes:
+Message = ZygoteConfig | ZygoteFitness | ForkChildren | WorkerTask | StoreTask | ForkAnswer
+
+
+def encode(message: Message) -> bytes:
     """Return a message as a JSON object, without the length that precedes it on the socket."""
-    fields = message._asdict()
-    if isinstance(message, ForkWorkers):
-        fields["workers"] = [worker._asdict() for worker in message.workers]
-    return json.dumps(fields).encode()
+    return json.dumps(message._asdict()).encode()
 
 
-def read_request(body: bytes) -> ForkWorkers | ForkStore:
+def read_request(body: bytes) -> ForkChildren:
     """Return the request of an agent.
 
     Raises:
         ValueError: The bytes are not a request.
     """
+    return ForkChildren(**_fields(body, checked=_command_or_none))
+
+
+def read_task(body: bytes) -> WorkerTask | StoreTask:
+    """Return the task of a forked process.
+
+    Raises:
+        ValueError: The bytes are not a task.
+    """
     document = decoded(body)
     if isinstance(document, dict) and "store" in document:
-        return ForkStore(**_fields(document, store=_number))
-    found = _fields(document, workers=_any_list)["workers"]
-    fields = (_fields(one, argv=_command, env=_environment, observe=_texts) for one in found)
-    workers = [WorkerFork(**one) for one in fields]
-    if not workers:
-        raise ValueError("workers: expected at least one, found none")
-    return ForkWorkers(workers)
+        return StoreTask(**_fields(document, store=_number))
+    return WorkerTask(**_fields(document, argv=_command, env=_environment, observe=_texts))
 
 
 # --- Fields ---
@@ -181,10 +189,6 @@ def _truth(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-def _any_list(value: Any) -> bool:
-    return isinstance(value, list)
-
-
 def _texts(value: Any) -> bool:
     return isinstance(value, list) and all(map(_text, value))
 
@@ -195,6 +199,10 @@ def _numbers(value: Any) -> bool:
 
 def _command(value: Any) -> bool:
     return _texts(value) and len(value) > 2
+
+
+def _command_or_none(value: Any) -> bool:
+    return value == [] or _command(value)
 
 
 def _environment(value: Any) -> bool:

@@ -43,7 +43,7 @@ def served(jobs: OneJob) -> Iterator[str]:
         async def serve() -> None:
             answers = asyncio.create_task(serving.serve(sockets=[listener]))
             await asyncio.to_thread(over.wait)
-            serving.should_exit = True
+            serving.end()
             pages.close()
             await answers
 

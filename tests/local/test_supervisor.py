@@ -12,7 +12,7 @@ from dlrover_agent.child_processes import ChildRegistry
 from dlrover_agent.core import Event, WorkerEnded, WorkersGone, WorkersStuck
 from dlrover_agent.scratch_folder import ScratchFolder
 from dlrover_agent.settings import Command
-from dlrover_agent.warm.pool import ForkedProcess
+from dlrover_agent.warm.forks import ForkedProcess
 from dlrover_agent.workers.logs import Logs
 from dlrover_agent.workers.supervisor import WorkerSupervisor
 from dlrover_agent.workers.worker import Worker
@@ -33,6 +33,9 @@ class Observer:
 
     def last_step(self, local_rank: int) -> int | None:
         return None
+
+    def worker_failed(self) -> None:
+        pass
 
     def round_started(self, assignment: Assignment) -> None:
         self.started.set()

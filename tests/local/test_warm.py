@@ -12,13 +12,11 @@ from pathlib import Path
 import pytest
 
 from dlrover_agent.child_processes import ChildRegistry
-from dlrover_agent.warm.pool import (
-    BuildTiming,
-    ForkRequest,
-    ImportRecipe,
-    WarmPool,
-)
+from dlrover_agent.warm.forks import ForkedProcess, ForkRequest
+from dlrover_agent.warm.pool import BuildTiming, ImportRecipe, WarmPool
 from dlrover_agent.warm.zygote_start import WorkerProgram
+from dlrover_agent.workers.supervisor import become_subreaper
+from dlrover_py.process.identity import exit_code
 
 SLOW = """
 import os
@@ -298,4 +296,80 @@ async def test_a_zygote_computes_the_digests_of_the_compiler_and_of_no_older_fil
         assert await node.warm.fork([request]) is None
     (lost,) = [vars(record)["why"] for record in caplog.records]
     assert lost == f"{inner}/not_imported.py has changed"
+    await node.close()
+
+
+class NodeWithSpares(Node):
+    """A node of two workers, each of which ends with code 3."""
+
+    def __init__(self, folder: Path) -> None:
+        become_subreaper()
+        (folder / "train.py").write_text("raise SystemExit(3)")
+        super().__init__(folder, "", BuildTiming(spares_delay_s=0.0))
+
+    async def ended(self, pid: int) -> None:
+        """Wait until a child has ended. It is not reaped."""
+        await self.until(lambda: exit_code(os.P_PID, pid) is not None)
+
+    async def spares(self) -> set[int]:
+        """Wait for the spares of the next start, and return their process ids."""
+        await self.until(lambda: self.warm.ready)
+        zygotes = {session.pid for session in self.children.sessions}
+        self.warm.keep_spares(2, store=False)
+        await self.until(lambda: self.processes() == 3)
+        return self.children.non_worker_pids - zygotes
+
+    async def started(self) -> list[ForkedProcess]:
+        """Start both workers, and wait until they have ended."""
+        request = ForkRequest(list(self.warm.program.argv), {}, 1, 2)
+        children = await self.warm.fork([request] * 2)
+        assert children is not None
+        for child in children:
+            child.go()
+        for child in children:
+            await self.ended(child.pid)
+            assert child.wait() == 3
+            child.control.close()
+        return children
+
+
+async def test_workers_that_were_forked_beforehand_are_used_once(tmp_path: Path) -> None:
+    node = NodeWithSpares(tmp_path)
+    first = await node.spares()
+    assert {child.pid for child in await node.started()} == first
+    assert node.processes() == 1
+    second = await node.spares()
+    assert not first & second
+    assert {child.pid for child in await node.started()} == second
+    assert node.processes() == 1
+    await node.spares()
+    await node.close()
+
+
+async def test_spares_that_were_killed_are_replaced_by_a_fork(tmp_path: Path) -> None:
+    node = NodeWithSpares(tmp_path)
+    victim, other = await node.spares()
+    os.kill(victim, signal.SIGKILL)
+    await node.until(lambda: node.processes() == 2)  # it is reaped
+    assert not {child.pid for child in await node.started()} & {victim, other}
+    later = await node.spares()
+    assert other in later
+    for pid in later:
+        os.kill(pid, signal.SIGKILL)
+        await node.ended(pid)
+    assert not {child.pid for child in await node.started()} & later
+    assert node.processes() == 1
+    await node.close()
+
+
+async def test_spares_end_with_their_zygote(tmp_path: Path) -> None:
+    node = NodeWithSpares(tmp_path)
+    before = await node.spares()
+    (zygote,) = node.children.sessions
+    zygote.signal(signal.SIGKILL)
+    await node.until(lambda: not node.processes() or not node.warm.ready)
+    for pid in before:
+        await node.ended(pid)
+        os.waitpid(pid, 0)
+    assert not await node.spares() & before
     await node.close()

@@ -769,7 +769,7 @@ async def test_an_agent_that_is_told_to_go_says_when_its_workers_have_ended(
             while (loop.last.follows, loop.last.memory_round) != (1, 2):
                 await asyncio.sleep(0.01)  # what it has sent last may not have been read yet
     finally:
-        serving.should_exit = True
+        serving.end()
         tasks[0].cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -886,6 +886,6 @@ async def test_a_master_that_may_have_been_replaced_says_so_and_lets_agents_go(
             assert await reader.read() == b"", "and it is closed"
     finally:
         writer.close()
-        serving.should_exit = True
+        serving.end()
         tasks[0].cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -178,7 +178,7 @@ async def master_of_job_run(
     keeping = asyncio.create_task(cluster.run_master())
     yield cluster.health_addr, lambda: cluster.master.pid if cluster.master is not None else 0
     await cluster.shut_down(0.0)
-    server.should_exit = True
+    server.end()
     await asyncio.gather(serving, keeping)
     cluster.close()
 

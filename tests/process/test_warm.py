@@ -55,12 +55,18 @@ def until_ready(run: Job, node: str = "n0", times: int = 1) -> None:
     eventually(lambda: len(said(run, "zygote_ready", node)) >= times, "a zygote", within_s=60)
 
 
-def zygote(run: Job, node: int = 0) -> psutil.Process:
+def zygote_and_spares(run: Job, node: int = 0) -> tuple[psutil.Process, set[int]]:
+    """Return the zygote, and the process ids of the children that it has forked beforehand."""
     agent = psutil.Process(members(run.status())[node].agent_pid)
-    (found,) = [
+    found = [
         p for p in agent.children() if "dlrover_agent.warm.zygote" in " ".join(p.cmdline()[:4])
     ]
-    return found
+    first, *spares = sorted(found, key=psutil.Process.create_time)
+    return first, {spare.pid for spare in spares}
+
+
+def zygote(run: Job, node: int = 0) -> psutil.Process:
+    return zygote_and_spares(run, node)[0]
 
 
 def kill_worker(run: Job, node: int = 0, rank: int = 0) -> None:
@@ -95,6 +101,27 @@ def test_the_next_generation_is_forked(place: Place, library: Library) -> None:
             for pid in member.pids:
                 assert psutil.Process(pid).ppid() == member.agent_pid
                 assert os.getsid(pid) == pid
+
+
+def test_workers_are_forked_before_they_are_needed(place: Place, library: Library) -> None:
+    def two_spares() -> set[int]:
+        pids = zygote_and_spares(run)[1]
+        return pids if len(pids) == 2 else set()
+
+    flags = ("--nproc-per-node=2",)
+    with job(place, script=SCRIPT, replicas=1, flags=flags, env=library.env) as run:
+        run.running(1)
+        until_ready(run)
+        spares = eventually(two_spares, "one for each worker")
+        kill_worker(run)
+        assert set(members(run.running(1, round_after=1))[0].pids) == spares
+        for pid in eventually(two_spares, "new ones"):
+            os.kill(pid, signal.SIGKILL)
+        kill_worker(run)
+        run.running(1, round_after=2)
+        eventually(lambda: starts(run, 3) == ["warm 1"] * 2, "they are forked now")
+        spares = eventually(two_spares, "new ones")
+    assert not any(map(alive, spares)), "they end with the agent"
 
 
 def test_without_warmth(place: Place, library: Library) -> None:

@@ -4,7 +4,7 @@ import os
 import socket
 
 from dlrover_agent.warm import zygote
-from dlrover_py.protocol.zygote import ForkWorkers, WorkerFork, ZygoteConfig
+from dlrover_py.protocol.zygote import ZygoteConfig
 
 real = os.fork
 calls = 0
@@ -21,4 +21,4 @@ def fork() -> int:
 os.fork = fork
 ours, theirs = socket.socketpair()
 orders = ZygoteConfig(theirs.fileno(), os.getpid(), [], [])
-print(zygote.Zygote(orders, theirs)._fork(ForkWorkers([WorkerFork([], {}, [])]), []))
+print(zygote.Zygote(orders, theirs)._fork([0]))

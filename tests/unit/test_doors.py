@@ -87,7 +87,7 @@ async def test_malformed_requests_fill_no_log(caplog: pytest.LogCaptureFixture) 
         writer.write(b"\0\r\n\r\n")
         assert (await reader.read()).startswith(b"HTTP/1.1 400")
         writer.close()
-    serving.should_exit = True
+    serving.end()
     await task
     assert len([r for r in caplog.records if r.name == logger.name]) == 1
 

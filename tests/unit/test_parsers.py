@@ -54,6 +54,7 @@ from dlrover_py.protocol.zygote import (
     ZygoteFitness,
     encode,
     read_request,
+    read_task,
 )
 from dlrover_py.trainer import torch_compat
 from tests.ids import checkpoint_id
@@ -160,7 +161,13 @@ def message(data: bytes) -> None:
         theirs.sendall(data[:4096])
         theirs.shutdown(socket.SHUT_WR)
         body, _ = zygote.receive(ours)
-        for decode in (read_request, ZygoteConfig.decode, ZygoteFitness.decode, ForkAnswer.decode):
+        for decode in (
+            read_request,
+            read_task,
+            ZygoteConfig.decode,
+            ZygoteFitness.decode,
+            ForkAnswer.decode,
+        ):
             with contextlib.suppress(ValueError):
                 found = decode(body)
                 assert decode(encode(found)) == found

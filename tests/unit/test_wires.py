@@ -17,13 +17,14 @@ from dlrover_py.protocol.probe import ANSWER, ASK, Probe
 from dlrover_py.protocol.reaper import SessionChange
 from dlrover_py.protocol.zygote import (
     ForkAnswer,
-    ForkStore,
-    ForkWorkers,
-    WorkerFork,
+    ForkChildren,
+    StoreTask,
+    WorkerTask,
     ZygoteConfig,
     ZygoteFitness,
     encode,
     read_request,
+    read_task,
 )
 
 NONCES = st.binary(min_size=probe.NONCE, max_size=probe.NONCE)
@@ -97,15 +98,12 @@ TEXT = st.text(st.characters(codec=None), max_size=8)  # with halves of surrogat
 TEXTS = st.lists(TEXT, max_size=3)
 NUMBERS = st.integers(0, 1 << 40)
 RECIPE_LINES = st.lists(st.tuples(TEXT, TEXT, st.none() | TEXT), max_size=3)
-WORKERS = st.builds(
-    WorkerFork,
-    st.lists(TEXT, min_size=3, max_size=4),
-    st.dictionaries(TEXT, TEXT, max_size=3),
-    TEXTS,
-)
+COMMANDS = st.lists(TEXT, min_size=3, max_size=4)
+WORKERS = st.builds(WorkerTask, COMMANDS, st.dictionaries(TEXT, TEXT, max_size=3), TEXTS)
 ZYGOTE_MESSAGES: list[tuple[Callable[[bytes], Any], st.SearchStrategy[Any]]] = [
-    (read_request, st.builds(ForkWorkers, st.lists(WORKERS, min_size=1, max_size=3))),
-    (read_request, st.builds(ForkStore, NUMBERS)),
+    (read_request, st.builds(ForkChildren, st.just([]) | COMMANDS)),
+    (read_task, WORKERS),
+    (read_task, st.builds(StoreTask, NUMBERS)),
     (ForkAnswer.decode, st.builds(ForkAnswer, st.lists(NUMBERS, max_size=3), TEXT)),
     (ZygoteFitness.decode, st.builds(ZygoteFitness, TEXT, TEXTS, NUMBERS)),
     (
@@ -133,15 +131,28 @@ def test_messages_of_a_zygote_arrive(
     [
         (b"", "Expecting value"),
         (b"[]", "expected a JSON object, found list"),
-        (b"{}", "workers: expected any list, found None"),
-        (b'{"workers": []}', "workers: expected at least one"),
-        (b'{"workers": [{"argv": ["a", "b"], "env": {}}]}', "argv: expected command, found"),
-        (b'{"workers": [{"argv": ["a", "b", "c"], "env": {"A": 1}}]}', "env: expected environment"),
-        (b'{"store": -1}', "store: expected number, found -1"),
-        (b'{"store": true}', "store: expected number, found True"),
+        (b"{}", "checked: expected command or none, found None"),
+        (b'{"checked": ["a", "b"]}', "checked: expected command or none, found"),
         (b"[" * 100_000, "nested too deeply"),
     ],
 )
 def test_other_requests_to_a_zygote_are_refused_in_words(body: bytes, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         read_request(body)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "Expecting value"),
+        (b"[]", "expected a JSON object, found list"),
+        (b"{}", "argv: expected command, found None"),
+        (b'{"argv": ["a", "b"], "env": {}}', "argv: expected command, found"),
+        (b'{"argv": ["a", "b", "c"], "env": {"A": 1}}', "env: expected environment"),
+        (b'{"store": -1}', "store: expected number, found -1"),
+        (b'{"store": true}', "store: expected number, found True"),
+    ],
+)
+def test_other_tasks_are_refused_in_words(body: bytes, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        read_task(body)

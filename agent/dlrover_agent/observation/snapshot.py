@@ -216,30 +216,40 @@ class SnapshotTaker:
 
     # --- The last look at a round that a fault ends ---
 
+    def begin_last_look(self) -> None:
+        """Begin to ask all workers what they do, because one of them has failed.
+
+        They have ``last_look_s`` to answer. Workers that have ended are not asked. There is one
+        look at a round: later ones would show how its workers end.
+        """
+        if self._answers is not None:
+            return
+        self._answers = {}
+        ranks = [rank for rank, w in enumerate(self._workers()) if w.process is not None]
+        if ranks:
+            self._looking = asyncio.create_task(self._look_before_stop(ranks, self._answers))
+
     def stop_workers(self, stop: Callable[[], None], *, look: bool) -> None:
         """Call a function that stops the workers, after a last look at them if it is wanted.
 
-        With a look, it is called after ``last_look_s`` at the latest, or with :meth:`stop_now`.
-        Workers that have ended are not waited for. There is one look at a round: later ones would
-        show how its workers end.
+        With a look, it is called after ``last_look_s`` at the latest, or with :meth:`stop_now`. A
+        second stop does not wait.
 
         Args:
             stop: The function.
             look: Whether to ask all workers first what they do.
         """
+        first = self._stop is None
         self.stop_now()
-        if not look or self._answers is not None:
+        if look:
+            self.begin_last_look()
+        if look and first and self._looking is not None and not self._looking.done():
+            self._stop = stop
+        else:
             stop()
-            return
-        self._answers, self._stop = {}, stop
-        ranks = [rank for rank, w in enumerate(self._workers()) if w.process is not None]
-        if not ranks:
-            self.stop_now()
-            return
-        self._looking = asyncio.create_task(self._look_before_stop(ranks, self._answers))
 
     async def _look_before_stop(self, ranks: Sequence[int], answers: dict[int, Any]) -> None:
-        """Ask these workers at the same time."""
+        """Ask these workers at the same time, and stop them if a stop waits for their answers."""
         found = await asyncio.gather(*(self._ask(rank, self.last_look_s) for rank in ranks))
         answers.update(zip(ranks, found, strict=True))
         self.stop_now()
@@ -261,6 +271,9 @@ class SnapshotTaker:
             failures: Failures of this node's workers.
         """
         answers, self._answers, self._stop = self._answers, None, None
+        if self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
         assignment = self._round
         if answers is None or assignment is None or assignment.directive is not Directive.RUN:
             return

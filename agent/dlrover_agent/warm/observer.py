@@ -77,7 +77,7 @@ class ImportObserver:
         ]
 
     async def observe_forks(self, number: int, installed: Sequence[str]) -> list[list[str]]:
-        """Return ``WorkerFork.observe`` for each of the workers that will be forked.
+        """Return ``WorkerTask.observe`` for each of the workers that will be forked.
 
         Args:
             number: Number of workers.

@@ -27,8 +27,16 @@ from typing import Self
 import dlrover_py
 from dlrover_agent.child_processes import ChildRegistry
 from dlrover_agent.warm.earlier_run import RecipeShelf
+from dlrover_agent.warm.forks import (
+    FORK_S,
+    MAX_FDS,
+    ChildStart,
+    ForkedProcess,
+    ForkRequest,
+    Forks,
+)
 from dlrover_agent.warm.observer import ImportObserver, raise_task_error
-from dlrover_agent.warm.zygote import receive, send
+from dlrover_agent.warm.zygote import receive
 from dlrover_agent.warm.zygote_start import (
     WorkerProgram,
     ZygoteLostError,
@@ -40,26 +48,14 @@ from dlrover_py.process.children import wake
 from dlrover_py.process.identity import exit_code, members
 from dlrover_py.protocol import recipe as recipes
 from dlrover_py.protocol.zygote import (
-    GO,
-    STARTED,
-    ForkAnswer,
-    ForkStore,
-    ForkWorkers,
     RecipeLine,
-    WorkerFork,
+    StoreTask,
+    WorkerTask,
     ZygoteFitness,
-    encode,
 )
 
 log = logging.getLogger("agent.warm")
 
-MAX_FDS = 253
-"""File descriptors in one message (SCM_MAX_FD in the kernel)."""
-FORK_S = 2.0
-"""Seconds for a request to the zygote, from its first byte to the last byte of the answer.
-
-After that, a cold start is the better choice.
-"""
 ZYGOTE_S = 2.0
 """Seconds that a zygote takes beside its imports, on a busy machine."""
 MAX_OUTPUT_TAIL = 4096
@@ -188,62 +184,8 @@ class ImportRecipe:
 
 
 @dataclass(frozen=True, slots=True)
-class ForkRequest:
-    """A request to fork one worker."""
-
-    argv: list[str]
-    env: dict[str, str]
-    out: int
-    """File descriptor of its standard output."""
-    err: int
-    """File descriptor of its standard error."""
-
-
-@dataclass(slots=True)
-class ForkedProcess:
-    """A process that a zygote has forked for the agent. It waits for :meth:`go`."""
-
-    pid: int
-    control: socket.socket
-    """The agent's end of a socket pair. The process ends if it is closed before :meth:`go`."""
-    process: subprocess.Popen[bytes] | None = None
-    """The process if it was started cold; None if it was forked."""
-
-    def go(self) -> None:
-        """Let the process run as the worker or store that it was forked for.
-
-        If the process has ended, nothing happens.
-        """
-        with contextlib.suppress(OSError):
-            self.control.send(GO)
-
-    def started(self) -> bool:
-        """Return whether the process has reported that it runs the user's code or serves the store.
-
-        The call does not wait. The result is False for a process that has ended without such a
-        report.
-        """
-        self.control.setblocking(False)
-        try:
-            return self.control.recv(1, socket.MSG_PEEK) == STARTED
-        except OSError:
-            return False
-
-    def wait(self) -> int:
-        """Reap the process, which must have ended (its pidfd is readable); else the call blocks.
-
-        Returns:
-            The exit code, or the negative signal number.
-        """
-        if self.process is not None:
-            return self.process.wait()
-        _, status = os.waitpid(self.pid, 0)
-        return os.waitstatus_to_exitcode(status)
-
-
-@dataclass(frozen=True, slots=True)
 class BuildTiming:
-    """The times of the build of a zygote, in seconds."""
+    """The times of the build of a zygote and of its spares, in seconds."""
 
     timeout_s: float = 180.0
     """Limit for the import of the recipe's modules."""
@@ -252,6 +194,8 @@ class BuildTiming:
     retry_pauses_s: tuple[float, ...] = (0.5, 2.0, 8.0)
     """Pauses before each new attempt to build a zygote that was lost while it was built. Their
     number limits the attempts, because an import may end the process each time."""
+    spares_delay_s: float = 1.0
+    """Time after a start in which no spares are forked: the workers need the processor."""
 
 
 class WarmPool:
@@ -288,7 +232,6 @@ class WarmPool:
         """Where the recipe is kept between runs."""
         self._uses_earlier = False
         """Whether the recipe is of an earlier run, and no zygote of it has been fit in this run."""
-        self._zygote: ZygoteProcess | None = None
         self._unreaped: list[subprocess.Popen[bytes]] = []
         """Processes that were killed, and are not reaped yet."""
         self._import_s = 0.0
@@ -307,6 +250,8 @@ class WarmPool:
         self._observer = ImportObserver(scratch, self._file_thread)
         self._zygote_thread = BackgroundThread("zygote")
         """The thread that exchanges messages with zygotes, one request after the other."""
+        self.forks = Forks(children, self._zygote_thread, self._on_fork_failure)
+        """The children of the zygote."""
         self.starter = ZygoteStarter(
             program,
             scratch=scratch,
@@ -320,6 +265,11 @@ class WarmPool:
         """Number of zygotes that were lost in sequence while being built."""
         self._last_refusal = ""
         """The last reason for which a zygote refused to fork."""
+
+    @property
+    def _zygote(self) -> ZygoteProcess | None:
+        """The zygote; None if there is none."""
+        return self.forks.zygote
 
     @property
     def ready(self) -> bool:
@@ -524,8 +474,8 @@ class WarmPool:
             tries += 1
             if not fitness.unfit:
                 self._losses = 0
-                old, self._zygote = self._zygote, candidate
-                self._kill_zygote(old)
+                self._kill_zygote(self._zygote)
+                self.forks.use(candidate)
                 took = round(time.monotonic() - began, 3)
                 log.info("zygote_ready", extra={"modules": fitness.modules, "took_s": took})
                 self._end_attempt()
@@ -635,68 +585,50 @@ class WarmPool:
     async def fork(self, requests: Sequence[ForkRequest]) -> list[ForkedProcess] | None:
         """Fork workers from the zygote; None if that fails, and they must be started cold.
 
-        The result is also None without a zygote, or for more than ``MAX_FDS // 3`` workers. A
-        zygote that fails is replaced; if it refuses for the same reason as one before, warm starts
-        end instead. The workers wait for :meth:`ForkedProcess.go`. Their imports are recorded if
-        the recipe comes from workers that ended before they had come to rest.
+        The result is also None without a zygote, or for more than ``MAX_FDS`` workers. A zygote
+        that fails is replaced; if it refuses for the same reason as one before, warm starts end
+        instead. The workers wait for :meth:`ForkedProcess.go`. Their imports are recorded if the
+        recipe comes from workers that ended before they had come to rest.
         """
-        if 3 * len(requests) > MAX_FDS:
+        if len(requests) > MAX_FDS:
             return None  # too many for one message; a start of so many workers is slow anyway
         observe: list[list[str]] = [[] for _ in requests]
         if not self._complete and not self.disabled_reason:
             observe = await self._observer.observe_forks(len(requests), self._installed)
-        workers = [WorkerFork(r.argv, r.env, o) for r, o in zip(requests, observe, strict=True)]
-        request = ForkWorkers(workers)
-        return await self._request_fork(request, [(r.out, r.err) for r in requests])
+        starts = [
+            ChildStart(WorkerTask(r.argv, r.env, o), (r.out, r.err))
+            for r, o in zip(requests, observe, strict=True)
+        ]
+        return await self.forks.start(starts, requests[0].argv)
 
     async def fork_store(self, listening: int, port: int) -> ForkedProcess | None:
         """Fork the store of a round from the zygote; None without a zygote, or if that fails.
 
         The store waits for :meth:`ForkedProcess.go`.
         """
-        children = await self._request_fork(ForkStore(port), [(listening,)])
+        children = await self.forks.start([ChildStart(StoreTask(port), (listening,))])
         return children[0] if children else None
 
-    async def _request_fork(
-        self, request: ForkWorkers | ForkStore, child_fds: Sequence[tuple[int, ...]]
-    ) -> list[ForkedProcess] | None:
-        """Ask the zygote to fork children, for at most ``FORK_S`` seconds.
-
-        A zygote that does not answer or refuses is ended, and another one is built. If the reason
-        is that of the refusal before, warm starts are disabled instead.
+    def keep_spares(self, workers: int, *, store: bool) -> None:
+        """Have children for the next start, which makes it shorter. They are forked later.
 
         Args:
-            request: The message to the zygote.
-            child_fds: File descriptors of each child.
-
-        Returns:
-            All children; None without a zygote, or if not all of them could be forked.
+            workers: Number of workers.
+            store: Whether this node has the store of the round.
         """
-        zygote = self._zygote
-        if zygote is None:
-            return None
-        try:
-            descriptors = _ForkDescriptors(child_fds)
-        except OSError:  # no more file descriptors
-            return None
-        try:
-            answer, children = await self._zygote_thread.run(
-                lambda: descriptors.made(zygote.line, request),
-                FORK_S,
-                _abandon_children,
-                descriptors.close,
-            )
-        except (EOFError, OSError, ValueError) as error:  # OverdueError, too
-            if zygote is self._zygote:
-                self._discard_zygote(f"it does not answer ({error or 'closed'})")
-            return None
-        refusal = answer.refusal
-        if refusal and refusal == self._last_refusal:
-            self._disable(refusal)  # a new zygote would refuse as well
-        elif refusal:
-            self._last_refusal = refusal
-            self._discard_zygote(refusal)
-        return children or None
+        count = workers + (store and self.has_torch)
+        self.forks.keep_spares(count, self._timing.spares_delay_s)
+
+    def _on_fork_failure(self, why: str, refused: bool) -> None:
+        """End the zygote that has not answered, or has refused; another one is built.
+
+        If the reason is that of the refusal before, warm starts are disabled instead.
+        """
+        if refused and why == self._last_refusal:
+            self._disable(why)  # a new zygote would refuse as well
+            return
+        self._last_refusal = why if refused else self._last_refusal
+        self._discard_zygote(why)
 
     def _discard_zygote(self, why: str) -> None:
         """Log that the zygote is lost, kill it, and begin to build a new one from the recipe.
@@ -706,7 +638,7 @@ class WarmPool:
         if not self.disabled_reason:
             log.warning("zygote_lost", extra={"why": why, "then": "cold start; it is built again"})
         self._kill_zygote(self._zygote)
-        self._zygote = None
+        self.forks.use(None)
         if self.recipe is not None:
             self._build_soon()
 
@@ -747,6 +679,7 @@ class WarmPool:
         The agent calls this after the end of each of its children.
         """
         self._reap()
+        self.forks.child_ended()
         if self._zygote is not None:
             code = exit_code(os.P_PID, self._zygote.process.pid)
             if code is not None:
@@ -761,7 +694,7 @@ class WarmPool:
             self.disabled_reason = why
             log.warning("warm_start_disabled", extra={"why": why})
             self._kill_zygote(self._zygote)
-            self._zygote = None
+            self.forks.use(None)
             self.starter.end_early()
             self._on_change()
 
@@ -774,81 +707,10 @@ class WarmPool:
             self._building.cancel()
         tasks = [t for t in (self._observer.stop(), self._building) if t is not None]
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self.forks.stop_forking_spares()
         self.starter.end_early()
         self._kill_zygote(self._zygote)
-        self._zygote = None
-
-
-class _ForkDescriptors:
-    """File descriptors for children that will be forked.
-
-    The thread owns them, because the caller may give up and close its own at any time.
-    """
-
-    def __init__(self, child_fds: Sequence[tuple[int, ...]]) -> None:
-        """Make a control socket for each child, and duplicate its other descriptors.
-
-        Raises:
-            OSError: If the process has too many open descriptors.
-        """
-        self._pairs: list[tuple[socket.socket, socket.socket]] = []
-        self._copies: list[int] = []
-        self._fds_per_child = len(child_fds[0])
-        try:
-            for fds in child_fds:
-                self._pairs.append(socket.socketpair())
-                self._copies += map(os.dup, fds)
-        except OSError:
-            self.close()
-            raise
-
-    def made(
-        self, line: socket.socket, request: ForkWorkers | ForkStore
-    ) -> tuple[ForkAnswer, list[ForkedProcess]]:
-        """Ask the zygote to fork the children. Runs in the thread.
-
-        All descriptors are closed afterwards, except the control sockets of the returned children.
-
-        Returns:
-            The answer, and either all children or an empty list.
-
-        Raises:
-            EOFError: The zygote has closed its socket before the end of its answer.
-            OSError: The request cannot be sent, or a message is too large.
-            ValueError: The answer is not understood.
-        """
-        try:
-            fds: list[int] = []
-            for i, (_, child_end) in enumerate(self._pairs):
-                fds += [
-                    child_end.fileno(),
-                    *self._copies[i * self._fds_per_child : (i + 1) * self._fds_per_child],
-                ]
-            send(line, encode(request), fds)
-            answer = ForkAnswer.decode(receive(line)[0])
-            children = []
-            if len(answer.pids) == len(self._pairs):
-                both = zip(answer.pids, self._pairs, strict=True)
-                children = [ForkedProcess(pid, agent_end) for pid, (agent_end, _) in both]
-                self._pairs = [(child_end, child_end) for _, child_end in self._pairs]
-            return answer, children
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """Close the remaining descriptors. A child that still waits for ``go`` ends then."""
-        for pair in self._pairs:
-            for end in pair:
-                end.close()
-        for fd in self._copies:
-            os.close(fd)
-        self._pairs, self._copies = [], []
-
-
-def _abandon_children(result: tuple[ForkAnswer, list[ForkedProcess]]) -> None:
-    """Let children end that are no longer needed, by closing their control sockets."""
-    for child in result[1]:
-        child.control.close()
+        self.forks.use(None)
 
 
 def _last_line(path: Path) -> str:

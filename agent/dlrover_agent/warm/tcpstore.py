@@ -18,8 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dlrover_agent.child_processes import ChildRegistry
+from dlrover_agent.warm.forks import FORK_S, ForkedProcess
 from dlrover_agent.warm.observer import raise_task_error
-from dlrover_agent.warm.pool import FORK_S, ForkedProcess, WarmPool
+from dlrover_agent.warm.pool import WarmPool
 from dlrover_agent.warm.script import BOOT
 from dlrover_py.process.identity import ProcessId
 from dlrover_py.process.starter import Starter, kill_and_reap
@@ -298,6 +299,11 @@ class TCPStores:
         """Wait until no fork of the store is under way, or :data:`FORK_S` seconds have passed."""
         if self._store is not None:
             await self._store.forked()
+
+    @property
+    def used(self) -> bool:
+        """Whether this node has the store of the round."""
+        return self._store is not None
 
     def close_unused(self) -> None:
         """Close the socket of a round whose store was not created."""

@@ -36,14 +36,14 @@ from dlrover_py.protocol.zygote import (
     MAX_MESSAGE,
     STARTED,
     ForkAnswer,
-    ForkStore,
-    ForkWorkers,
     RecipeLine,
-    WorkerFork,
+    StoreTask,
+    WorkerTask,
     ZygoteConfig,
     ZygoteFitness,
     encode,
     read_request,
+    read_task,
 )
 
 PART = 1 << 20
@@ -58,9 +58,10 @@ GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
 class ForkTarget(NamedTuple):
-    """The request that a forked child has to carry out, and its file descriptors."""
+    """The task of a forked child, its control socket, and the descriptors of the task."""
 
-    request: WorkerFork | ForkStore
+    task: WorkerTask | StoreTask
+    control: socket.socket
     fds: list[int]
 
 
@@ -146,9 +147,9 @@ def main() -> None:
     line.set_inheritable(False)
     end_with_parent(orders.agent)
     fork = Zygote(orders, line).run()
-    if isinstance(fork.request, ForkStore):
-        serve_store(fork.request.store, fork.fds[1], fork.fds[0])
-    argv, observe = fork.request.argv, fork.request.observe
+    if isinstance(fork.task, StoreTask):
+        serve_store(fork.task.store, fork.fds[0], fork.control.detach())
+    argv, observe = fork.task.argv, fork.task.observe
     del fork
     if observe:
         script.watch(observe[0], tuple(observe[1].split(os.pathsep)))
@@ -197,10 +198,10 @@ class Zygote:
             except ValueError as error:
                 refusal = f"the request is not understood: {error}"
             else:
-                refusal = self._refusal_reason(request)
-            if not refusal:
+                refusal = self._refusal_reason(request.checked) if request.checked else ""
+            if not refusal and fds:
                 try:
-                    pids, fork = self._fork(request, fds)
+                    pids, fork = self._fork(fds)
                 except OSError as error:
                     refusal = f"fork: {error.strerror}"
                 else:
@@ -326,17 +327,17 @@ class Zygote:
 
     # --- Requests ---
 
-    def _refusal_reason(self, request: ForkWorkers | ForkStore) -> str:
+    def _refusal_reason(self, argv: Sequence[str]) -> str:
         """Return why a cold start would import other modules than the zygote has.
 
-        The result is empty if it would import the same, and always for a store.
+        The result is empty if it would import the same.
+
+        Args:
+            argv: Command line of the workers.
         """
-        if isinstance(request, ForkStore):
-            return ""
         for path, state in self._files.items():
             if _file_state(path) != state:
                 return f"{path} has changed"
-        argv = request.workers[0].argv
         own = os.getcwd() if argv[2] == "-m" else os.path.dirname(os.path.realpath(argv[2]))
         installed = os.path.dirname(os.__file__)
         before = [own, *sys.path[: sys.path.index(installed)]] if installed in sys.path else [own]
@@ -351,38 +352,31 @@ class Zygote:
                     return f"{name} in {folder} hides {origin}"
         return ""
 
-    def _fork(
-        self, request: ForkWorkers | ForkStore, fds: list[int]
-    ) -> tuple[list[int], ForkTarget | None]:
-        """Fork the requested children, as orphans that the agent inherits as a subreaper.
+    def _fork(self, controls: list[int]) -> tuple[list[int], ForkTarget | None]:
+        """Fork one child for each control socket, as orphans that the agent inherits.
 
-        A process in between forks them and ends. A child returns only after the agent has let it
-        go (:meth:`_prepare_child`).
+        A process in between forks them and ends: the agent is a subreaper. A child returns only
+        after the agent has given it a task, and has let it go (:meth:`_prepare_child`).
 
         Returns:
             In the zygote: the process ids, and None. Some are missing if a fork has failed. In a
-            child: an empty list, and its request.
+            child: an empty list, and its task.
 
         Raises:
             OSError: The process in between cannot be forked.
         """
-        wanted: Sequence[WorkerFork | ForkStore]
-        wanted = request.workers if isinstance(request, ForkWorkers) else [request]
-        each = len(fds) // len(wanted)
         read, write = os.pipe()
         intermediate = _fork()
         if intermediate == 0:
-            for i, one in enumerate(wanted):
+            for control in controls:
                 try:
                     pid = _fork()
                 except OSError:  # the agent notices that some are missing
                     os._exit(1)
                 if pid == 0:
-                    own = fds[i * each : (i + 1) * each]
-                    for fd in {read, write, *fds} - set(own):
+                    for fd in {read, write, *controls} - {control}:
                         os.close(fd)
-                    self._prepare_child(one, own)
-                    return [], ForkTarget(one, own)
+                    return [], self._prepare_child(socket.socket(fileno=control))
                 os.write(write, pid.to_bytes(4, "big"))
             os._exit(0)
         os.close(write)
@@ -391,25 +385,29 @@ class Zygote:
             data = pids.read()
         return [int.from_bytes(data[i : i + 4], "big") for i in range(0, len(data), 4)], None
 
-    def _prepare_child(self, one: WorkerFork | ForkStore, own: list[int]) -> None:
+    def _prepare_child(self, control: socket.socket) -> ForkTarget:
         """Separate a child from the zygote, such that it is like a new process. Runs in the child.
 
-        The child waits for the agent's signal to go, and ends if the agent gives it up. After the
-        signal, a worker gets its own output, environment and random state, and reports its start. A
-        store keeps the zygote's.
+        The child waits for a task and for the agent's signal to go, and ends if the agent gives it
+        up. After the signal, a worker gets its own output, environment and random state, and
+        reports its start. A store keeps the zygote's.
         """
         self._line.close()
         os.setsid()
-        control = own[0]
-        if not os.read(control, 1):
+        try:
+            body, fds = receive(control)
+            task, go = read_task(body), control.recv(1)
+        except (EOFError, OSError, ValueError):
+            os._exit(0)
+        if not go:
             os._exit(0)  # the agent has given up the start, or has ended
         end_with_parent(self._orders.agent)
-        if isinstance(one, ForkStore):
-            return
-        for fd, number in zip(own[1:], (1, 2), strict=True):
+        if isinstance(task, StoreTask):
+            return ForkTarget(task, control, fds)
+        for fd, number in zip(fds, (1, 2), strict=True):
             os.dup2(fd, number)
             os.close(fd)
-        env = {**one.env, **self._set_by_imports}
+        env = {**task.env, **self._set_by_imports}
         for name in {*os.environ, *env}:
             if os.environ.get(name) != env.get(name):
                 _set_variable(name, env.get(name))
@@ -418,8 +416,9 @@ class Zygote:
             # Else nanobind, with which triton is made, finds at the worker's end that nothing was
             # freed, and prints some 30 lines. Others do not notice, and end a second faster.
             atexit.register(gc.unfreeze)
-        os.write(control, STARTED)
-        os.close(control)
+        control.send(STARTED)
+        control.close()
+        return ForkTarget(task, control, [])
 
 
 def _renew_random_state() -> None:

@@ -20,14 +20,15 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from dlrover_agent.child_processes import ChildRegistry
 from dlrover_agent.core import Event, WorkerEnded, WorkersGone, WorkersStuck
 from dlrover_agent.scratch_folder import ScratchFolder
 from dlrover_agent.settings import Command
-from dlrover_agent.warm.pool import ForkedProcess, ForkRequest, WarmPool
+from dlrover_agent.warm.forks import ForkedProcess, ForkRequest
+from dlrover_agent.warm.pool import WarmPool
 from dlrover_agent.warm.tcpstore import TCPStores
 from dlrover_agent.warm.zygote_start import WorkerProgram
 from dlrover_agent.workers.deaths import DeathRecords
@@ -37,7 +38,9 @@ from dlrover_agent.workers.logs import Logs
 from dlrover_agent.workers.worker import PreparedWorker, Worker, WorkerFactory, per_rank
 from dlrover_py.process.blocking import OverdueError
 from dlrover_py.process.identity import (
+    Process,
     ProcessId,
+    all_processes,
     children,
     end_with_parent,
     exit_code,
@@ -72,6 +75,9 @@ class RoundObserver(Protocol):
 
     def last_step(self, local_rank: int) -> int | None:
         """Return the newest step that a worker of the round has reported; None if none."""
+
+    def worker_failed(self) -> None:
+        """Take note that the first worker of the round has failed; its end is posted later."""
 
     def round_started(self, assignment: Assignment) -> None:
         """Take note that the start of a round is over.
@@ -282,6 +288,7 @@ class WorkerSupervisor:
         if not start.cancelled():
             self._observer.round_started(self._assignment)
             self.warm.watch(self._stores.start)
+            self.warm.keep_spares(self._command.nproc, store=self._stores.used)
         if failure is not None:
             self._observer.post(WorkerEnded(self._round, failure.local_rank, failure))
         then, self._after_start = self._after_start, None
@@ -556,9 +563,10 @@ class WorkerSupervisor:
             worker.succeeded = True
             self._report_end(worker, None)
             return
-        first = not self._stopped and sum(w.ended for w in self._workers) == 1
-        if first and worker.is_young and code != -signal.SIGKILL:
-            self.warm.shelf.distrust(forked=worker.child is not None)
+        if not self._stopped and sum(w.ended for w in self._workers) == 1:
+            self._observer.worker_failed()
+            if worker.is_young and code != -signal.SIGKILL:
+                self.warm.shelf.distrust(forked=worker.child is not None)
         stopped = self._stopped and -code in (*self._command.signals, signal.SIGKILL)
         succeeded = [w.rank for w in self._workers if w.succeeded]
         describer = self._deaths.facts(worker, code, step, succeeded)
@@ -642,18 +650,13 @@ class WorkerSupervisor:
         """
         held = [w for w in self._workers if w.session is not None]
         sessions = [w.session for w in held if w.session is not None]
-        await self._stores.forked()  # otherwise its process would be killed as a leftover
+        # Otherwise these processes would be killed as leftovers.
+        await self._stores.forked()
+        await self.warm.forks.spares_forked()
         starting_pids = await self._starter.idle(self.stuck_after_s)
         deadline = time.monotonic() + self.stuck_after_s
-        left: list[ProcessId] | None = None  # not known
-        while left != [] and time.monotonic() < deadline:
-            try:
-                left = remaining_processes(sessions, self._children.non_worker_pids)
-                await asyncio.gather(*(_kill(process, deadline) for process in left))
-                reap_orphans(self._children.non_worker_pids | self.unreaped)
-            except OSError as error:  # no more file descriptors; some may become free
-                log.warning("processes_not_listed", extra={"why": error.strerror or str(error)})
-                await asyncio.sleep(LISTED_AGAIN_S)
+        own = self._children.non_worker_pids
+        left = await _kill_remaining(sessions, own, self.unreaped, deadline)
         self._clearing = None
         for worker in held:
             self._reap(worker)
@@ -664,7 +667,9 @@ class WorkerSupervisor:
             self._observer.post(WorkersGone(self._round))
 
 
-def remaining_processes(sessions: list[ProcessId], own: set[int]) -> list[ProcessId]:
+def remaining_processes(
+    sessions: list[ProcessId], own: set[int], among: Collection[Process]
+) -> list[ProcessId]:
     """Return the processes that are left of a round.
 
     These are the members of its sessions, and processes that moved to another session and lost
@@ -673,15 +678,43 @@ def remaining_processes(sessions: list[ProcessId], own: set[int]) -> list[Proces
     Args:
         sessions: The workers' processes, which lead the sessions.
         own: Process ids of the agent's children that are no workers.
+        among: All processes, read just now.
 
     Raises:
         OSError: There are no more file descriptors.
     """
-    others = [child for child in children(os.getpid()) if child.pid not in own]
+    others = [child for child in children(os.getpid(), among=among) if child.pid not in own]
     # The agent's own processes, just forked, are left alone.
     own_forks = forked_by_other_threads() if others else set()
     strays = [child for child in others if child.pid not in own_forks]
-    return [*(process.id for process in members(sessions)), *strays]
+    return [*(process.id for process in members(sessions, among)), *strays]
+
+
+async def _kill_remaining(
+    sessions: list[ProcessId], own: set[int], unreaped: set[int], deadline: float
+) -> list[ProcessId] | None:
+    """Kill the processes that are left of a round until none is, and reap orphans.
+
+    Args:
+        sessions: As for :func:`remaining_processes`.
+        own: As for :func:`remaining_processes`; it may change meanwhile.
+        unreaped: Process ids of workers, which are reaped later.
+        deadline: When to give up (``time.monotonic()``).
+
+    Returns:
+        The processes that are left at the deadline; None if they could not be listed.
+    """
+    left: list[ProcessId] | None = None
+    while left != [] and time.monotonic() < deadline:
+        try:
+            found = list(all_processes())
+            left = remaining_processes(sessions, own, found)
+            reap_orphans(own | unreaped, found)
+            await asyncio.gather(*(_kill(process, deadline) for process in left))
+        except OSError as error:  # no more file descriptors; some may become free
+            log.warning("processes_not_listed", extra={"why": error.strerror or str(error)})
+            await asyncio.sleep(LISTED_AGAIN_S)
+    return left
 
 
 async def _kill(process: ProcessId, deadline: float) -> None:
@@ -755,18 +788,20 @@ def become_subreaper() -> None:
         log.warning("subreaper_refused", extra={"why": os.strerror(ctypes.get_errno())})
 
 
-def reap_orphans(known: set[int]) -> None:
+def reap_orphans(known: set[int], among: Collection[Process] | None = None) -> None:
     """Reap ended children that no other code waits for; do not wait for those that run.
 
     Children that another thread than the main thread has forked are left to that thread's code.
 
     Args:
         known: Process ids of children that other code reaps.
+        among: All processes, read just now; None to read them.
 
     Raises:
         OSError: There are no more file descriptors.
     """
-    ended = [child for child in children(os.getpid(), ended=True) if child.pid not in known]
+    found = children(os.getpid(), ended=True, among=among)
+    ended = [child for child in found if child.pid not in known]
     own_forks = forked_by_other_threads() if ended else set()
     for child in ended:
         if child.pid not in own_forks:

@@ -14,7 +14,7 @@ from string import Template
 from dlrover_agent.settings import Command
 from dlrover_agent.visible_devices import one_for_each
 from dlrover_agent.warm import tcpstore
-from dlrover_agent.warm.pool import ForkedProcess
+from dlrover_agent.warm.forks import ForkedProcess
 from dlrover_agent.workers.logs import LogFiles, Logs, StreamPump
 from dlrover_agent.workers.streams import OutputDestination
 from dlrover_py.process.blocking import shared_writer
