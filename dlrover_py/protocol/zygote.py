@@ -19,7 +19,7 @@ from dlrover_py.protocol.json_text import decoded
 LENGTH: Final = 4
 """Bytes of the length before a message (big endian)."""
 MAX_MESSAGE: Final = 1 << 29
-"""Bytes that a message has at most: it has the environments of all workers of a node."""
+"""Bytes that a message has at most: an environment has megabytes at most, a recipe less."""
 GO: Final = b"g"
 """The agent lets a forked process go. The process ends if the socket is closed before."""
 STARTED: Final = b"s"
@@ -119,7 +119,7 @@ class ForkAnswer(NamedTuple):
     pids: list[int]
     """Process ids, in the order of the request. There are fewer if some could not be forked."""
     refusal: str
-    """Why nothing was forked; empty if something was."""
+    """Why nothing was forked; empty if nothing is wrong."""
 
     @classmethod
     def decode(cls, body: bytes) -> Self:

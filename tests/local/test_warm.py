@@ -1,10 +1,12 @@
-"""What becomes of a zygote that is lost while it is built, or was started before its recipe."""
+"""What becomes of zygotes that are lost, or started early, and of children forked beforehand."""
 
 import asyncio
 import contextlib
 import logging
 import os
 import signal
+import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +14,14 @@ from pathlib import Path
 import pytest
 
 from dlrover_agent.child_processes import ChildRegistry
-from dlrover_agent.warm.forks import ForkedProcess, ForkRequest
+from dlrover_agent.warm.forks import ForkedProcess, ForkRequest, Forks
 from dlrover_agent.warm.pool import BuildTiming, ImportRecipe, WarmPool
-from dlrover_agent.warm.zygote_start import WorkerProgram
+from dlrover_agent.warm.zygote import receive, send
+from dlrover_agent.warm.zygote_start import WorkerProgram, ZygoteProcess
 from dlrover_agent.workers.supervisor import become_subreaper
-from dlrover_py.process.identity import exit_code
+from dlrover_py.process.blocking import BackgroundThread
+from dlrover_py.process.identity import ProcessId, exit_code, is_stopped
+from dlrover_py.protocol.zygote import ForkAnswer, encode
 
 SLOW = """
 import os
@@ -373,3 +378,65 @@ async def test_spares_end_with_their_zygote(tmp_path: Path) -> None:
         os.waitpid(pid, 0)
     assert not await node.spares() & before
     await node.close()
+
+
+async def test_a_spare_that_was_stopped_is_not_used(tmp_path: Path) -> None:
+    node = NodeWithSpares(tmp_path)
+    stopped, _ = await node.spares()
+    os.kill(stopped, signal.SIGSTOP)
+    await node.until(lambda: is_stopped(stopped))
+    assert stopped not in {child.pid for child in await node.started()}
+    await node.ended(stopped)
+    os.waitpid(stopped, 0)
+    await node.close()
+
+
+def no_zygote(line: socket.socket) -> ZygoteProcess:
+    """Return a process that answers as the test does, on the other end of this socket."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return ZygoteProcess(process, ProcessId(process.pid, 0), line, Path("output"), Path("config"))
+
+
+async def test_where_no_spare_can_be_forked_the_zygote_stays() -> None:
+    """A limit of processes may leave no room while workers run."""
+    failures: list[str] = []
+    forks = Forks(ChildRegistry(), BackgroundThread("forks"), lambda why, _: failures.append(why))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        forks.use(no_zygote(ours))
+        forks.keep_spares(2, 0.0)
+        for _ in range(2):
+            _, fds = await asyncio.to_thread(receive, theirs)
+            assert len(fds) == 2
+            for fd in fds:
+                os.close(fd)
+            send(theirs, encode(ForkAnswer([], "fork: Resource temporarily unavailable")))
+            await forks.stop_forking_spares()
+            forks.keep_spares(2, 0.0)  # after the next start it may succeed
+        await forks.stop_forking_spares()
+    assert failures == []
+    assert forks.zygote is not None
+
+
+async def test_a_zygote_that_is_too_slow_for_spares_is_replaced_once() -> None:
+    failures: list[str] = []
+    forks = Forks(ChildRegistry(), BackgroundThread("forks"), lambda why, _: failures.append(why))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        forks.use(no_zygote(ours))
+        forks.keep_spares(2, 0.0)
+        _, fds = await asyncio.to_thread(receive, theirs)
+        for fd in fds:
+            os.close(fd)
+        async with asyncio.timeout(60):
+            while not failures:
+                await asyncio.sleep(0.01)
+        forks.use(no_zygote(ours))
+        forks.keep_spares(2, 0.0)
+        await asyncio.sleep(0)
+        await forks.stop_forking_spares()
+        theirs.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            receive(theirs)
+    assert failures == ["it does not answer (no answer within 2 s)"]

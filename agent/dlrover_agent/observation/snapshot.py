@@ -222,11 +222,9 @@ class SnapshotTaker:
         They have ``last_look_s`` to answer. Workers that have ended are not asked. There is one
         look at a round: later ones would show how its workers end.
         """
-        if self._answers is not None:
-            return
-        self._answers = {}
         ranks = [rank for rank, w in enumerate(self._workers()) if w.process is not None]
-        if ranks:
+        if self._answers is None and ranks:
+            self._answers = {}
             self._looking = asyncio.create_task(self._look_before_stop(ranks, self._answers))
 
     def stop_workers(self, stop: Callable[[], None], *, look: bool) -> None:
@@ -243,6 +241,7 @@ class SnapshotTaker:
         self.stop_now()
         if look:
             self.begin_last_look()
+            self._answers = {} if self._answers is None else self._answers
         if look and first and self._looking is not None and not self._looking.done():
             self._stop = stop
         else:

@@ -7,7 +7,9 @@ tables of a process with gigabytes, which takes longer than all other steps of a
 
 import asyncio
 import contextlib
+import functools
 import os
+import signal
 import socket
 import subprocess
 from collections.abc import Callable, Sequence
@@ -19,7 +21,7 @@ from dlrover_agent.warm.observer import raise_task_error
 from dlrover_agent.warm.zygote import receive, send
 from dlrover_agent.warm.zygote_start import ZygoteProcess
 from dlrover_py.process.blocking import BackgroundThread
-from dlrover_py.process.identity import exit_code
+from dlrover_py.process.identity import exit_code, is_stopped
 from dlrover_py.protocol.zygote import (
     GO,
     STARTED,
@@ -172,7 +174,7 @@ class ForkWork:
 
     def _give_tasks(self, children: Sequence[ForkedProcess]) -> None:
         for child, (task, fds) in zip(children, self._starts, strict=bool(children)):
-            child.control.settimeout(FORK_S)  # it may be stopped
+            child.control.settimeout(FORK_S)  # the thread must not hang with the child
             send(child.control, encode(task), list(fds))
 
     def give_up(self) -> None:
@@ -257,9 +259,13 @@ class Forks:
         self._spares: list[ForkedProcess] = []
         """Children of the present zygote that have no task."""
         self._wanted = 0
-        """Number of spares for the next start; 0 while workers are started."""
+        """Number of spares for the next start; 0 while workers are started or stopped."""
+        self._timer: asyncio.TimerHandle | None = None
+        """Timer of the fork of spares."""
         self._forking: asyncio.Task[None] | None = None
         """The task that forks spares."""
+        self._too_slow = False
+        """Whether a fork of spares has cost a zygote in this run. There are none then."""
 
     def use(self, zygote: ZygoteProcess | None) -> None:
         """Fork from this zygote from now on, or from none. Spares of the last one end."""
@@ -283,48 +289,51 @@ class Forks:
             All children, which wait for :meth:`ForkedProcess.go`. None without a zygote, or if not
             all of them could be forked.
         """
-        self._wanted = 0 if checked else self._wanted
+        if checked:
+            self._wanted = 0
         if self.zygote is None:
             return None
+        self._kill_stopped()
         spares = self._spares[: len(starts)] if len(starts) <= len(self._spares) else []
         try:
             work = ForkWork(starts, checked, spares)
         except OSError:  # no more file descriptors
             return None
         del self._spares[: len(spares)]
-        try:
-            return await self._exchange(work.do, work.give_up)
-        finally:
-            # The caller registers them as what they are now.
-            self._registry.non_worker_pids.difference_update(child.pid for child in spares)
-
-    async def _exchange(
-        self,
-        work: Callable[[socket.socket], tuple[ForkAnswer, list[ForkedProcess]]],
-        not_called: Callable[[], object] | None = None,
-    ) -> list[ForkedProcess] | None:
-        """Ask the zygote to fork children, for at most ``FORK_S`` seconds.
-
-        Args:
-            work: Function for the thread, which gets the socket to the zygote.
-            not_called: Called instead of ``work`` if that is given up before it begins.
-
-        Returns:
-            All children; None if not all of them could be forked.
-        """
         zygote = self.zygote
-        assert zygote is not None
         try:
-            answer, children = await self._thread.run(
-                lambda: work(zygote.line), FORK_S, lambda result: end_unused(result[1]), not_called
-            )
+            answer, children = await self._exchange(zygote, work.do, work.give_up)
         except (EOFError, OSError, ValueError) as error:  # OverdueError, too
             if zygote is self.zygote:
                 self._on_failure(f"it does not answer ({error or 'closed'})", False)
             return None
+        finally:
+            # The caller registers them as what they are now.
+            self._registry.non_worker_pids.difference_update(child.pid for child in spares)
         if answer.refusal:
             self._on_failure(answer.refusal, True)
         return children or None
+
+    async def _exchange(
+        self,
+        zygote: ZygoteProcess,
+        work: Callable[[socket.socket], tuple[ForkAnswer, list[ForkedProcess]]],
+        not_called: Callable[[], object] | None = None,
+    ) -> tuple[ForkAnswer, list[ForkedProcess]]:
+        """Return a zygote's answer and its new children, within ``FORK_S`` seconds.
+
+        Args:
+            zygote: The zygote.
+            work: Function for the thread, which gets the socket to the zygote.
+            not_called: Called instead of ``work`` if that is given up before it begins.
+
+        Raises:
+            EOFError: The zygote has closed its socket.
+            OSError: The zygote does not answer in time, or takes no message.
+            ValueError: The answer is not understood.
+        """
+        call, discard = functools.partial(work, zygote.line), lambda result: end_unused(result[1])
+        return await self._thread.run(call, FORK_S, discard, not_called)
 
     # --- Spares ---
 
@@ -335,42 +344,70 @@ class Forks:
             count: Number of spares.
             after_s: Seconds before they are forked: workers that start now need the processor.
         """
-        self._wanted = min(count, MAX_FDS)
-        asyncio.get_running_loop().call_later(after_s, self._fork_missing)
+        self._cancel_timer()
+        self._wanted = 0 if self._too_slow else min(count, MAX_FDS)
+        self._timer = asyncio.get_running_loop().call_later(after_s, self._fork_missing)
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _fork_missing(self) -> None:
         """Begin to fork the spares that are missing, if there is a zygote."""
         missing = self._wanted - len(self._spares)
         if missing > 0 and self.zygote is not None and self._forking is None:
-            self._forking = asyncio.create_task(self._fork(missing))
+            self._forking = asyncio.create_task(self._fork(self.zygote, missing))
             self._forking.add_done_callback(raise_task_error)
 
-    async def _fork(self, count: int) -> None:
-        zygote = self.zygote
+    async def _fork(self, zygote: ZygoteProcess, count: int) -> None:
+        """Fork spares. A refusal, such as for too many processes, costs only the spares.
+
+        A zygote that does not answer is ended, and there are no more spares in this run: the next
+        zygote might not answer either.
+        """
         try:
-            children = await self._exchange(lambda line: fork(line, count, ())) or []
+            _, children = await self._exchange(zygote, lambda line: fork(line, count, ()))
+        except (EOFError, OSError, ValueError) as error:  # OverdueError, too
+            if zygote is self.zygote:
+                self._wanted, self._too_slow = 0, True
+                self._on_failure(f"it does not answer ({error or 'closed'})", False)
+            return
         finally:
             self._forking = None
-        if zygote is not self.zygote:
+        if zygote is self.zygote:
+            self._spares += children
+            self._registry.non_worker_pids.update(child.pid for child in children)
+        else:
             end_unused(children)
-            return
-        self._spares += children
-        self._registry.non_worker_pids.update(child.pid for child in children)
-
-    async def spares_forked(self) -> None:
-        """Wait until no fork of spares is under way, or ``FORK_S`` seconds have passed."""
-        if self._forking is not None:
-            await asyncio.wait([self._forking], timeout=FORK_S)
+            self._fork_missing()
 
     def child_ended(self) -> None:
         """Reap the spares that have ended, and keep the others."""
-        for child in [c for c in self._spares if exit_code(os.P_PID, c.pid) is not None]:
-            self._spares.remove(child)
-            self._registry.non_worker_pids.discard(child.pid)
-            child.control.close()
-            child.wait()
+        for child in self._spares[:]:
+            with contextlib.suppress(ChildProcessError):  # it ended before it was registered
+                if exit_code(os.P_PID, child.pid) is None:
+                    continue
+                child.wait()
+            self._remove(child)
+
+    def _kill_stopped(self) -> None:
+        """Kill the spares that were stopped, for example by SIGSTOP: they would never start."""
+        for child in [c for c in self._spares if is_stopped(c.pid)]:
+            os.kill(child.pid, signal.SIGKILL)  # it is not reaped, so its id belongs to no other
+            self._remove(child)
+
+    def _remove(self, child: ForkedProcess) -> None:
+        self._spares.remove(child)
+        self._registry.non_worker_pids.discard(child.pid)
+        child.control.close()
 
     async def stop_forking_spares(self) -> None:
-        """Fork no more spares, and wait for the fork that is under way as :meth:`spares_forked`."""
+        """Fork no more spares until :meth:`keep_spares`.
+
+        If a fork is under way, wait until it is over, or ``FORK_S`` seconds have passed.
+        """
+        self._cancel_timer()
         self._wanted = 0
-        await self.spares_forked()
+        if self._forking is not None:
+            await asyncio.wait([self._forking], timeout=FORK_S)

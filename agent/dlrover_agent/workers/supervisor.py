@@ -42,6 +42,7 @@ from dlrover_py.process.identity import (
     ProcessId,
     all_processes,
     children,
+    children_of_main_thread,
     end_with_parent,
     exit_code,
     forked_by_other_threads,
@@ -288,7 +289,8 @@ class WorkerSupervisor:
         if not start.cancelled():
             self._observer.round_started(self._assignment)
             self.warm.watch(self._stores.start)
-            self.warm.keep_spares(self._command.nproc, store=self._stores.used)
+            if not self._checking:  # it measures the node
+                self.warm.keep_spares(self._command.nproc, store=self._stores.used)
         if failure is not None:
             self._observer.post(WorkerEnded(self._round, failure.local_rank, failure))
         then, self._after_start = self._after_start, None
@@ -652,7 +654,7 @@ class WorkerSupervisor:
         sessions = [w.session for w in held if w.session is not None]
         # Otherwise these processes would be killed as leftovers.
         await self._stores.forked()
-        await self.warm.forks.spares_forked()
+        await self.warm.forks.stop_forking_spares()
         starting_pids = await self._starter.idle(self.stuck_after_s)
         deadline = time.monotonic() + self.stuck_after_s
         own = self._children.non_worker_pids
@@ -709,7 +711,7 @@ async def _kill_remaining(
         try:
             found = list(all_processes())
             left = remaining_processes(sessions, own, found)
-            reap_orphans(own | unreaped, found)
+            reap_orphans(own | unreaped)
             await asyncio.gather(*(_kill(process, deadline) for process in left))
         except OSError as error:  # no more file descriptors; some may become free
             log.warning("processes_not_listed", extra={"why": error.strerror or str(error)})
@@ -788,25 +790,20 @@ def become_subreaper() -> None:
         log.warning("subreaper_refused", extra={"why": os.strerror(ctypes.get_errno())})
 
 
-def reap_orphans(known: set[int], among: Collection[Process] | None = None) -> None:
+def reap_orphans(known: set[int]) -> None:
     """Reap ended children that no other code waits for; do not wait for those that run.
 
     Children that another thread than the main thread has forked are left to that thread's code.
 
     Args:
         known: Process ids of children that other code reaps.
-        among: All processes, read just now; None to read them.
 
     Raises:
         OSError: There are no more file descriptors.
     """
-    found = children(os.getpid(), ended=True, among=among)
-    ended = [child for child in found if child.pid not in known]
-    own_forks = forked_by_other_threads() if ended else set()
-    for child in ended:
-        if child.pid not in own_forks:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(child.pid, os.WNOHANG)
+    for pid in children_of_main_thread() - known:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
 
 
 def _die_with_parent(parent: int, cpus: frozenset[int]) -> Callable[[], None]:
