@@ -382,14 +382,14 @@ def spread(samples: list[float]) -> str:
     return f"{low:.{digits}f} / {mid:.{digits}f} / {high:.{digits}f} s (n={len(samples)})"
 
 
-def worker_rows(kills: int, peer_kills: int, blocks: int, never_s: float) -> Row:
+def worker_rows(kills: int, peer_kills: int, blocks: int, never_s: float, pause_s: float) -> Row:
     row = Row("`kill -9` of one of 2 DDP workers", "≤ 0.25 s, worst ≤ 1 s")
     for block in range(blocks):
         for load in (0, 1):
             for launcher in LAUNCHERS:
                 count = kills if launcher == "elastic-run" else peer_kills
                 with busy(load):
-                    samples, lost = kill_workers(launcher, count, never_s)
+                    samples, lost = kill_workers(launcher, count, never_s, pause_s=pause_s)
                 row.add(f"{launcher}, {'busy' if load else 'idle'}", samples, lost)
         say(f"block {block + 1} of {blocks} is done")
     return row
@@ -605,6 +605,7 @@ def table(rows: list[Row]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=20, help="of elastic-run, per block and load")
+    parser.add_argument("--pause", type=float, default=0.5, help="s from a first step to the kill")
     parser.add_argument("--peer-kills", type=int, default=4, help="the same of the others")
     parser.add_argument("--blocks", type=int, default=2)
     parser.add_argument("--in-a-row", type=int, default=200, help="kills of one elastic-run job")
@@ -627,7 +628,7 @@ def main() -> None:
     began = time.monotonic()
     rows: list[Row] = []
     if args.blocks:
-        rows.append(worker_rows(args.kills, args.peer_kills, args.blocks, args.never))
+        rows.append(worker_rows(args.kills, args.peer_kills, args.blocks, args.never, args.pause))
     if args.in_a_row:
         many = Row(f"{args.in_a_row} such kills in a row, of one job", "none lost")
         many.add("elastic-run, idle", *kill_workers("elastic-run", args.in_a_row, args.never))

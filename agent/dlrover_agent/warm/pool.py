@@ -194,7 +194,7 @@ class BuildTiming:
     retry_pauses_s: tuple[float, ...] = (0.5, 2.0, 8.0)
     """Pauses before each new attempt to build a zygote that was lost while it was built. Their
     number limits the attempts, because an import may end the process each time."""
-    spares_delay_s: float = 1.0
+    spares_delay_s: float = 0.5
     """Time after a start in which no spares are forked: the workers need the processor."""
 
 
