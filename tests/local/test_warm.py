@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dlrover_agent.child_processes import ChildRegistry
-from dlrover_agent.warm.forks import ForkedProcess, ForkRequest, Forks
+from dlrover_agent.warm.forks import ForkedProcess, ForkRequest, Forks, fork
 from dlrover_agent.warm.pool import BuildTiming, ImportRecipe, WarmPool
 from dlrover_agent.warm.zygote import receive, send
 from dlrover_agent.warm.zygote_start import WorkerProgram, ZygoteProcess
@@ -22,6 +22,7 @@ from dlrover_agent.workers.supervisor import become_subreaper
 from dlrover_py.process.blocking import BackgroundThread
 from dlrover_py.process.identity import ProcessId, exit_code, is_stopped
 from dlrover_py.protocol.zygote import ForkAnswer, encode
+from tests.slots import no_more_files
 
 SLOW = """
 import os
@@ -417,6 +418,16 @@ async def test_where_no_spare_can_be_forked_the_zygote_stays() -> None:
         await forks.stop_forking_spares()
     assert failures == []
     assert forks.zygote is not None
+
+
+def test_an_agent_without_descriptors_does_not_ask_its_zygote() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.setblocking(False)
+        with no_more_files():
+            assert fork(ours, 2, ()) == (ForkAnswer([], ""), [])
+        with pytest.raises(BlockingIOError):
+            receive(theirs)
 
 
 async def test_a_zygote_that_is_too_slow_for_spares_is_replaced_once() -> None:

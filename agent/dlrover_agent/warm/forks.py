@@ -195,6 +195,8 @@ def fork(
 ) -> tuple[ForkAnswer, list[ForkedProcess]]:
     """Have a zygote fork children without a task, and return its answer and all of them, or none.
 
+    Without enough file descriptors for them, the zygote is not asked.
+
     Args:
         line: Socket to the zygote.
         count: Number of children.
@@ -202,18 +204,19 @@ def fork(
 
     Raises:
         EOFError: The zygote has closed its socket before the end of its answer.
-        OSError: The zygote takes no message, or this process has too many open descriptors.
+        OSError: The zygote takes no message.
         ValueError: The answer is not understood.
     """
     pairs: list[tuple[socket.socket, socket.socket]] = []
     children: list[ForkedProcess] = []
     try:
-        pairs += (socket.socketpair() for _ in range(count))
-        send(
-            line,
-            encode(ForkChildren(list(checked))),
-            [theirs.fileno() for _, theirs in pairs],
-        )
+        try:
+            for _ in range(count):
+                pairs.append(socket.socketpair())  # noqa: PERF401 - some may be made
+        except OSError:
+            return ForkAnswer([], ""), []
+        request = encode(ForkChildren(list(checked)))
+        send(line, request, [theirs.fileno() for _, theirs in pairs])
         answer = ForkAnswer.decode(receive(line)[0])
         if len(answer.pids) == count:
             both = zip(answer.pids, pairs, strict=True)
