@@ -29,7 +29,7 @@ from dlrover_agent.flags import TORCH_S
 from dlrover_agent.observation import snapshot
 from dlrover_agent.reaper import AGENT_END_MS
 from dlrover_agent.reaper_client import DISMISSED_S, RESTART_PAUSE_S
-from dlrover_agent.warm import observer, pool, tcpstore, zygote
+from dlrover_agent.warm import forks, observer, pool, tcpstore, zygote
 from dlrover_agent.workers import supervisor
 from dlrover_py.checkpoint import directory, shm, transfer, writer
 from dlrover_py.cli import runs
@@ -269,10 +269,10 @@ PROCESSES: tuple[Process, ...] = (
         "[warm starts](../warm-start-internals.md).",
         ends="When its socket to the agent is closed.",
         killed="Its agent: it is not ready within "
-        f"{pool.BuildTiming().timeout_s:g} s, an answer takes longer than {pool.FORK_S:g} s, or it "
+        f"{pool.BuildTiming().timeout_s:g} s, an answer takes over {forks.FORK_S:g} s, or it "
         "is out of date. The kernel, when the agent ends.",
         lost="Nothing that counts. The next start of workers is cold, unless a new zygote is "
-        "ready.",
+        "ready. Its spares, which are processes of their own, end with it.",
         noticed="Its agent immediately, which builds another. Workers and stores that it has "
         "forked are the agent's children, and go on.",
         starters=("agent/dlrover_agent/warm/zygote_start.py",),
@@ -733,17 +733,17 @@ WIRES: tuple[Wire, ...] = (
         authentication="None: only the two processes have the sockets.",
         version="None: agent and zygote run from the same installation. With another interpreter "
         "in `PYTHON_EXEC` there is no zygote.",
-        limits=f"{size(zygote_messages.MAX_MESSAGE)} and {pool.MAX_FDS} descriptors for each "
-        f"message. An answer takes at most {pool.FORK_S:g} s. A request that is not understood is "
+        limits=f"{size(zygote_messages.MAX_MESSAGE)} and {forks.MAX_FDS} descriptors for each "
+        f"message. An answer takes at most {forks.FORK_S:g} s. A request that is not understood is "
         "refused in words.",
         module=zygote_messages,
     ),
     Wire(
         title="Control socket of a forked process",
-        speakers="The agent lets a forked worker or store go. The process says that it has "
-        "started.",
+        speakers="The agent gives a forked process its task, as a message to a zygote is written, "
+        "and lets it go. The process says that it has started.",
         transport="A pair of unix sockets.",
-        framing=f"One byte in each direction: `{zygote_messages.GO.decode()}` (go), and "
+        framing=f"The task; one byte in each direction: `{zygote_messages.GO.decode()}` (go), and "
         f"`{zygote_messages.STARTED.decode()}` (started). If the agent closes the socket before "
         "`g`, the process ends.",
         authentication="None: only the two processes have the sockets.",
