@@ -43,6 +43,11 @@ class JobPages:
         """The place of the jobs, in words."""
         return self._jobs.where
 
+    @property
+    def can_drain(self) -> bool:
+        """Whether a page can drain a node."""
+        return not self._jobs.in_cluster
+
     def rows(self) -> Sequence[view.JobRow]:
         """Return the jobs, each name once: running ones, and the newest runs that have ended.
 

@@ -522,11 +522,13 @@ class JobPage:
         best = f"at most {100 * ceiling.share:.1f}% could be reached" if ceiling else ""
         restarts = sum(status.restarts.get(cause, 0) for cause in ("failure", "loss"))
         size = "" if status.phase.ended else f"{status.present} of {status.desired}"
+        limits = f"at least {status.minimum}"
+        limits += "" if status.maximum is None else f", at most {status.maximum}"
         ran = 0.0 if status.ended_at is None else status.ended_at - status.started_at
         place = f"in {last.where}, {self.age(last.at)} old" if last else ""
         facts = [
             ("ran for", "" if status.ended_at is None else duration(max(0.0, ran)), ""),
-            ("nodes", size, f"at least {status.minimum}"),
+            ("nodes", size, limits),
             ("workers", str(status.world_size), ""),
             ("step", step, ""),
             ("time left", left, ""),

@@ -130,8 +130,8 @@ def time_line(
 ) -> Markup:
     """Return the picture of nodes and rounds, with its legend.
 
-    Only the first ``NODES_SHOWN`` nodes are drawn; a sentence says how many more there are. Below
-    them, there is a row for each kind of marks.
+    Only ``NODES_SHOWN`` nodes are drawn, those with failures first; a sentence says how many more
+    there are. Below them, there is a row for each kind of marks.
 
     Args:
         rows: life of each node.
@@ -141,7 +141,10 @@ def time_line(
         rounds: the rounds, each of which has a bar above the nodes.
         marks: scalings, checkpoints and terms of masters.
     """
-    shown = rows[:NODES_SHOWN]
+    failures = [event for event in events if event.reason == EventReason.WORKER_FAILED]
+    failed = {event.node for event in failures} | {row.node for row in rows if row.lost}
+    kept = {row.node for row in sorted(rows, key=lambda row: row.node not in failed)[:NODES_SHOWN]}
+    shown = [row for row in rows if row.node in kept]
     kinds = [kind for kind in MarkKind if any(mark.kind is kind for mark in marks)]
     top = 42
     lower = top + ROW_HEIGHT * max(1, len(shown))
@@ -166,8 +169,8 @@ def time_line(
     parts += [
         f'<circle cx="{scale.x(event.at)}" cy="{places[event.node] + ROW_HEIGHT / 2}" r="4.5" '
         f'fill="var(--bad)"><title>{escaped(event.message)}</title></circle>'
-        for event in events
-        if event.reason == EventReason.WORKER_FAILED and event.node in places
+        for event in failures
+        if event.node in places
     ]
     parts += _round_bars(rounds, scale, top, lower)
     for i, kind in enumerate(kinds):

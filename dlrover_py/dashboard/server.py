@@ -94,6 +94,10 @@ class ShownJobs(Protocol):
     def where(self) -> str:
         """The place of the jobs, such as ``on this machine``."""
 
+    @property
+    def can_drain(self) -> bool:
+        """Whether :meth:`change` can drain a node. In a cluster, its host is drained instead."""
+
     def rows(self) -> Sequence[ListRow]:
         """Return the jobs, running ones first."""
 
@@ -553,6 +557,7 @@ def _routes(
             "sections": parts,
             "titles": pages.TITLES,
             "csrf": access.csrf,
+            "can_drain": jobs.can_drain,
             "since": since,
             "root": "../../",
         }
@@ -635,6 +640,7 @@ def _routes(
             page=page,
             node=node,
             csrf=access.csrf,
+            can_drain=jobs.can_drain,
             root="../../../../",
             rank=rank,
             ranks=sorted(ranks if rank is None or not ranks else {*ranks, rank}),

@@ -743,6 +743,9 @@ class JobStatus(_StatusModel):
     """The ``allocation.since`` that the master follows; absent without one."""
     minimum: int
     """Least number of nodes that a round may have."""
+    maximum: int | None = None
+    """Greatest number of nodes to which the job may grow (``maxReplicas``); absent if it does not
+    grow by itself."""
     ready: int
     """Number of nodes that can train, with standbys."""
     standby: int

@@ -33,6 +33,7 @@ from dlrover_py.protocol.local import METRICS_KEPT, History, ProgressSample
 from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.status import (
     Condition,
+    DatasetStatus,
     DiagnosisStatus,
     EvidenceManifest,
     GoodputCeiling,
@@ -46,6 +47,7 @@ from dlrover_py.protocol.status import (
     ServerLoad,
     ServerStatus,
     StoreAnswer,
+    StreamStatus,
     TablesStatus,
 )
 from dlrover_py.protocol.words import plain
@@ -76,6 +78,7 @@ class OneJob:
     loads: int = 0
     asked: list[tuple[str, str, str]] = field(default_factory=list)
     where: str = "on this machine"
+    can_drain: bool = True
     problem: Exception | None = None
     kept: list[EvidenceManifest] = field(default_factory=list)
     snapshot: NodeSnapshot | None = None
@@ -1220,6 +1223,57 @@ def test_a_nodes_page_drains_the_node_and_takes_stacks_and_nothing_else() -> Non
     assert browser.call("POST", f"{at}actions/scale", csrf + b"&value=1").status == 404
     assert browser.call("POST", f"{at}actions/drain").status == 403
     assert "actions/drain" not in browser.call("GET", "/jobs/demo/nodes/n9/").text, "it is gone"
+
+
+def test_where_a_host_is_drained_instead_no_page_offers_to_drain_a_node() -> None:
+    """In a cluster the form was there, and its answer was always a refusal."""
+    browser = Browser(OneJob(running(nodes=2), can_drain=False)).enter()
+    for at in ("/jobs/demo/", "/jobs/demo/nodes/n1/"):
+        page = browser.call("GET", at).text
+        assert "actions/stacks" in page
+        assert "actions/drain" not in page
+
+
+def test_the_head_says_the_limits_of_the_size_and_what_new_hosts_wait_for() -> None:
+    view = running(nodes=2)
+    assert view.status is not None
+    words = pages.section("head", pages.JobPage(view, History(), AT))
+    assert "at least 2<" in words
+    grows = replace(view, status=view.status.model_copy(update={"maximum": 8}))
+    grows = replace(grows, new_hosts="Pod demo-n2 waits: <no> host is free")
+    words = pages.section("head", pages.JobPage(grows, History(), AT))
+    assert "at least 2, at most 8<" in words
+    assert "Pod demo-n2 waits: &lt;no&gt; host is free" in words
+
+
+def test_the_time_line_of_many_nodes_shows_those_with_failures() -> None:
+    view = running(nodes=pictures.NODES_SHOWN + 40)
+    assert view.status is not None
+    last = view.status.nodes[-1].id
+    failed = JobEvent(id=3, at=AT, reason=EventReason.WORKER_FAILED, node=last, message="it failed")
+    for events, shown in (([], False), ([failed], True)):
+        page = pages.JobPage(replace(view, events=events), History(), AT)
+        text = pages.section("rounds", page)
+        assert "… and 40 more nodes" in text
+        assert (f"<title>{last}</title>" in text) is shown
+        assert ("<title>it failed</title>" in text) is shown
+
+
+def test_the_page_shows_how_far_data_is_and_what_is_in_quarantine() -> None:
+    dataset = DatasetStatus(
+        name="d", epoch=1, epochs=3, samples=100, shards=10, finished=4, begun=1, quarantined=1,
+        quarantine=["shard 7: three workers failed with it"],
+    )  # fmt: skip
+    stream = StreamStatus(name="s", watermark=5, lag=2, ended=False, partition_count=1)
+    view = running()
+    assert view.status is not None
+    shown = view.status.model_copy(update={"datasets": [dataset], "streams": [stream]})
+    page = pages.JobPage(replace(view, status=shown), History(), AT)
+    text = Page(pages.section("data", page)).text
+    assert "d: epoch 2 of 3, 4 of 10 shards finished, 1 begun" in text
+    assert "shard 7: three workers failed with it" in text
+    assert "s: watermark 5 or more in 1 partition, lag 2" in text
+    assert not pages.section("data", pages.JobPage(view, History(), AT)).strip()
 
 
 def test_the_last_time_below_a_picture_is_inside_of_it() -> None:

@@ -86,6 +86,7 @@ class StatusReport:
             speed=self.live.speed,
             followed_allocation=allocation.since if allocation is not None else None,
             minimum=worker.minimum,
+            maximum=worker.max_replicas,
             ready=ready,
             standby=standby,
             updated=self._updated(),
