@@ -1,10 +1,11 @@
 """What a node lacks, from files as the kernel writes them."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dlrover_agent.observation.devices import DeviceMeter, NvmlSource
 from dlrover_agent.observation.network_counters import NetworkCounters, read
-from dlrover_agent.observation.node_load import LEAST_CHANGE, LoadMeter
+from dlrover_agent.observation.node_load import LEAST_CHANGE, LoadMeter, NodeCounters
 from dlrover_agent.observation.tcp_links import Connection, busiest
 from dlrover_py.process import cgroups
 from dlrover_py.protocol.agents import NodeLoad
@@ -13,29 +14,44 @@ from tests.fakes_nvml import FakeNvml, Gpu
 NO_GPUS = DeviceMeter(lambda: None)
 
 
-class Machine:
-    """The counters of a machine, and a clock."""
+class Counters(NodeCounters):
+    """The counters of a node, and a clock; ``limited`` is its only control group with a limit."""
 
     def __init__(self, folder: Path) -> None:
-        self.now, self.folder = 0.0, folder
-        self.group, self.ours = folder / "limited", folder / "ours"
+        self.at, self.pressure, self._ours = 0.0, folder, folder / "ours"
+        self._ours.write_text("0::/limited\n")
+        self.used: cgroups.Usage | None = None
+        self.connections: dict[int, Connection] = {}
+        self.errors = NetworkCounters()
+
+    def now(self) -> float:
+        return self.at
+
+    def periods(self) -> tuple[int, int]:
+        return cgroups.cpu_periods(self.pressure, self._ours)
+
+    def usage(self) -> cgroups.Usage | None:
+        return self.used
+
+    def links(self, pids: Sequence[int]) -> Mapping[int, Connection]:
+        return self.connections
+
+    def network(self) -> NetworkCounters:
+        return self.errors
+
+
+class Machine:
+    """A node, and what it reports."""
+
+    def __init__(self, folder: Path, devices: DeviceMeter = NO_GPUS) -> None:
+        self.folder, self.group = folder, folder / "limited"
         self.group.mkdir()
-        self.ours.write_text("0::/limited\n")
-        self.meter = LoadMeter(
-            NO_GPUS,
-            clock=lambda: self.now,
-            periods=lambda: cgroups.cpu_periods(folder, self.ours),
-            usage=lambda: None,
-            links=lambda pids: self.links,
-            pressure=folder,
-            network=lambda: self.network,
-        )
-        self.links: dict[int, Connection] = {}
-        self.network = NetworkCounters()
+        self.counters = Counters(folder)
+        self.meter = LoadMeter(devices, self.counters)
 
     def read(self, seconds: float, periods: int, stopped: int, waited_us: int) -> NodeLoad | None:
         """Let time pass, set the counters, and return what is reported after a reading."""
-        self.now += seconds
+        self.counters.at += seconds
         text = f"usage_usec 7\nnr_periods {periods}\nnr_throttled {stopped}\nthrottled_usec 9\n"
         (self.group / "cpu.stat").write_text(text)
         (self.folder / "cpu").write_text(
@@ -61,15 +77,10 @@ def test_a_small_change_is_not_reported(tmp_path: Path) -> None:
 
 
 def test_without_a_limit_and_without_the_kernels_files_nothing_is_lacking(tmp_path: Path) -> None:
-    meter = LoadMeter(
-        NO_GPUS,
-        clock=iter((0.0, 10.0)).__next__,
-        periods=lambda: (0, 0),
-        usage=lambda: None,
-        pressure=tmp_path,
-        network=NetworkCounters,
-    )
+    counters = Counters(tmp_path)
+    meter = LoadMeter(NO_GPUS, counters)
     meter.read()
+    counters.at = 10.0
     meter.read()
     assert meter.newest == NodeLoad()
 
@@ -81,32 +92,23 @@ def test_counters_that_went_back_are_no_load(tmp_path: Path) -> None:
 
 
 def test_what_a_container_uses_is_reported_with_its_limit(tmp_path: Path) -> None:
-    used: list[cgroups.Usage | None] = [None]
     machine = Machine(tmp_path)
-    machine.meter = LoadMeter(
-        NO_GPUS,
-        clock=lambda: machine.now,
-        periods=lambda: (0, 0),
-        usage=lambda: used[0],
-        pressure=tmp_path,
-        network=NetworkCounters,
-    )
     machine.read(0, 0, 0, 0)
-    used[0] = cgroups.Usage(memory_bytes=300, limit_bytes=1000, cpu_us=0)
+    machine.counters.used = cgroups.Usage(memory_bytes=300, limit_bytes=1000, cpu_us=0)
     first = machine.read(10, 0, 0, 0)
     expected = NodeLoad(memory_bytes=300, memory_limit=1000, memory_peak=300)
     assert first == expected, "no CPU time is known before"
-    used[0] = cgroups.Usage(memory_bytes=309, limit_bytes=1000, cpu_us=100_000)
+    machine.counters.used = cgroups.Usage(memory_bytes=309, limit_bytes=1000, cpu_us=100_000)
     assert machine.read(10, 0, 0, 0) is first, "too small a change"
-    used[0] = cgroups.Usage(memory_bytes=290, limit_bytes=1000, cpu_us=25_100_000)
+    machine.counters.used = cgroups.Usage(memory_bytes=290, limit_bytes=1000, cpu_us=25_100_000)
     assert machine.read(10, 0, 0, 0) == NodeLoad(
         memory_bytes=290, memory_limit=1000, memory_peak=309, cores=2.5
     )
-    used[0] = cgroups.Usage(memory_bytes=320, limit_bytes=1000, cpu_us=50_100_000)
+    machine.counters.used = cgroups.Usage(memory_bytes=320, limit_bytes=1000, cpu_us=50_100_000)
     grown = machine.read(10, 0, 0, 0)
     assert grown is not None
     assert grown.memory_peak == 320, "a peak is reported sooner than other changes"
-    used[0] = cgroups.Usage(memory_bytes=340, limit_bytes=2000, cpu_us=50_100_000)
+    machine.counters.used = cgroups.Usage(memory_bytes=340, limit_bytes=2000, cpu_us=50_100_000)
     raised = machine.read(10, 0, 0, 0)
     assert raised is not None
     assert raised.memory_limit == 2000
@@ -114,14 +116,23 @@ def test_what_a_container_uses_is_reported_with_its_limit(tmp_path: Path) -> Non
 
 def test_the_connection_that_waited_longest_is_reported_with_its_other_end(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
-    machine.links = {1: Connection("10.0.0.2", 0), 2: Connection("10.0.0.3", 1_000_000)}
+    machine.counters.connections = {
+        1: Connection("10.0.0.2", 0),
+        2: Connection("10.0.0.3", 1_000_000),
+    }
     machine.read(0, 0, 0, 0)
-    machine.links = {1: Connection("10.0.0.2", 4_000_000), 2: Connection("10.0.0.3", 2_000_000)}
+    machine.counters.connections = {
+        1: Connection("10.0.0.2", 4_000_000),
+        2: Connection("10.0.0.3", 2_000_000),
+    }
     found = machine.read(10, 0, 0, 0)
     assert found == NodeLoad(sending=0.4, peer="10.0.0.2")
-    machine.links = {1: Connection("10.0.0.2", 8_000_000), 2: Connection("10.0.0.3", 5_900_000)}
+    machine.counters.connections = {
+        1: Connection("10.0.0.2", 8_000_000),
+        2: Connection("10.0.0.3", 5_900_000),
+    }
     assert machine.read(10, 0, 0, 0) is found, "the other end alone is no news"
-    machine.links = {}
+    machine.counters.connections = {}
     assert machine.read(10, 0, 0, 0) == NodeLoad()
 
 
@@ -149,7 +160,7 @@ def test_a_change_of_the_speed_by_half_is_reported_and_one_in_a_short_wait_is_no
     def read(share: float, speed: float) -> NodeLoad | None:
         nonlocal total_us, total
         total_us, total = total_us + int(share * 1e7), total + int(share * 10 * speed)
-        machine.links = {1: Connection("10.0.0.2", total_us, total)}
+        machine.counters.connections = {1: Connection("10.0.0.2", total_us, total)}
         return machine.read(10, 0, 0, 0)
 
     read(0, 0)
@@ -177,25 +188,25 @@ def test_the_limit_of_version_1_counts_too(tmp_path: Path) -> None:
 def test_segments_sent_again_and_lost_packets_are_reported(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     machine.read(0, 0, 0, 0)
-    machine.network = NetworkCounters(errors=0, segments=100_000, resent=100)
+    machine.counters.errors = NetworkCounters(errors=0, segments=100_000, resent=100)
     usual = machine.read(10, 0, 0, 0)
     assert usual == NodeLoad(resent=0.001)
-    machine.network = NetworkCounters(errors=5, segments=200_000, resent=300)
+    machine.counters.errors = NetworkCounters(errors=5, segments=200_000, resent=300)
     assert machine.read(10, 0, 0, 0) is usual, "too small a change"
-    machine.network = NetworkCounters(errors=125, segments=296_000, resent=4_300)
+    machine.counters.errors = NetworkCounters(errors=125, segments=296_000, resent=4_300)
     assert machine.read(10, 0, 0, 0) == NodeLoad(resent=0.04, network_errors=12.0)
-    machine.network = NetworkCounters()
+    machine.counters.errors = NetworkCounters()
     assert machine.read(10, 0, 0, 0) == NodeLoad(), "the counters were set back"
 
 
 def test_on_an_idle_network_a_segment_that_is_sent_again_says_nothing(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     machine.read(0, 0, 0, 0)
-    machine.network = NetworkCounters(segments=20, resent=1)
+    machine.counters.errors = NetworkCounters(segments=20, resent=1)
     assert machine.read(10, 0, 0, 0) == NodeLoad()
-    machine.network = NetworkCounters(segments=20 + 380, resent=1 + 20)
+    machine.counters.errors = NetworkCounters(segments=20 + 380, resent=1 + 20)
     assert machine.read(10, 0, 0, 0) == NodeLoad()
-    machine.network = NetworkCounters(segments=400 + 480, resent=21 + 20)
+    machine.counters.errors = NetworkCounters(segments=400 + 480, resent=21 + 20)
     assert machine.read(10, 0, 0, 0) == NodeLoad(resent=0.04)
 
 
@@ -222,14 +233,10 @@ def test_the_use_of_gpus_is_reported_and_a_small_change_of_it_is_not(tmp_path: P
     nvml = FakeNvml(Gpu(busy=80, memory=(600, 1000)), Gpu(busy=80, memory=(600, 1000)))
     devices = DeviceMeter(lambda: NvmlSource(nvml, {}))
     devices.read()
-    meter = LoadMeter(
-        devices,
-        clock=iter((0.0, 10.0, 20.0, 30.0)).__next__,
-        periods=lambda: (0, 0),
-        usage=lambda: None,
-        pressure=tmp_path,
-    )
+    counters = Counters(tmp_path)
+    meter = LoadMeter(devices, counters)
     meter.read()
+    counters.at = 10.0
     meter.read()
     first = meter.newest
     assert first == NodeLoad(
@@ -237,10 +244,12 @@ def test_the_use_of_gpus_is_reported_and_a_small_change_of_it_is_not(tmp_path: P
     )
     nvml.gpus[0].busy, nvml.gpus[0].memory = 79, (650, 1000)
     devices.read()
+    counters.at += 10.0
     meter.read()
     assert meter.newest is first
     nvml.gpus[0].busy = 0
     devices.read()
+    counters.at += 10.0
     meter.read()
     assert meter.newest is not None
     assert meter.newest.gpu_least_busy == 0.53

@@ -4,7 +4,7 @@ thread."""
 import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,39 +121,48 @@ def _differs(new: NodeLoad, reported: NodeLoad) -> bool:
     )
 
 
+class NodeCounters:
+    """The counters that the kernel keeps for this node, read at each call."""
+
+    pressure = PRESSURE
+    """Folder with the files ``cpu``, ``io`` and ``memory`` of the kernel."""
+
+    def now(self) -> float:
+        """Return seconds that never decrease."""
+        return time.monotonic()
+
+    def periods(self) -> tuple[int, int]:
+        """Return the periods of the CPU limit, and those in which it stopped a process."""
+        return cgroups.cpu_periods()
+
+    def usage(self) -> cgroups.Usage | None:
+        """Return what the container uses; None without a limit."""
+        return cgroups.usage()
+
+    def links(self, pids: Sequence[int]) -> Mapping[int, tcp_links.Connection]:
+        """Return the TCP connections of processes, by their inode."""
+        return tcp_links.connections(pids)
+
+    def network(self) -> network_counters.NetworkCounters:
+        """Return the errors of the network."""
+        return network_counters.read()
+
+
 class LoadMeter:
     """The newest measured load of this node."""
 
-    def __init__(
-        self,
-        devices: DeviceMeter,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        periods: Callable[[], tuple[int, int]] = cgroups.cpu_periods,
-        usage: Callable[[], cgroups.Usage | None] = cgroups.usage,
-        links: Callable[[Sequence[int]], Mapping[int, tcp_links.Connection]] = (
-            tcp_links.connections
-        ),
-        pressure: Path = PRESSURE,
-        network: Callable[[], network_counters.NetworkCounters] = network_counters.read,
-    ) -> None:
+    def __init__(self, devices: DeviceMeter, counters: NodeCounters | None = None) -> None:
         """Read nothing yet.
 
         Args:
             devices: The GPUs of this node.
-            clock: Returns seconds that never decrease.
-            periods: Returns the periods of the CPU limit, and those in which it stopped a process.
-            usage: Returns what the container uses; None without a limit.
-            links: Returns the TCP connections of processes, by their inode.
-            pressure: Folder with the files ``cpu``, ``io`` and ``memory`` of the kernel.
-            network: Returns the errors of the network.
+            counters: The counters of this node; None for those of the kernel.
         """
         self.devices = devices
         """What the GPUs of this node report."""
         self.newest: NodeLoad | None = None
         """The load that is reported; None before the second reading."""
-        self._clock, self._periods, self._usage = clock, periods, usage
-        self._links, self._pressure, self._network = links, pressure, network
+        self._counters = counters or NodeCounters()
         self._thread = BackgroundThread("load")
         self._asked_at: float | None = None
         self._last: _Reading | None = None
@@ -166,7 +175,7 @@ class LoadMeter:
         Args:
             pids: Processes of the workers, whose connections are looked at.
         """
-        now = self._clock()
+        now = self._counters.now()
         due = self._asked_at is None or now - self._asked_at >= PERIOD_S
         if due and not self._thread.stuck_s:
             self._asked_at = now
@@ -182,14 +191,15 @@ class LoadMeter:
         Args:
             pids: Processes of the workers.
         """
+        counters = self._counters
         new = _Reading(
-            self._clock(),
-            self._periods(),
-            {name: _stalled_us(self._pressure / name) for name in _RESOURCES},
-            self._usage(),
-            self._links(pids),
+            counters.now(),
+            counters.periods(),
+            {name: _stalled_us(counters.pressure / name) for name in _RESOURCES},
+            counters.usage(),
+            counters.links(pids),
             self.devices.slowed,
-            self._network(),
+            counters.network(),
             self.devices.use,
         )
         last, self._last = self._last, new
