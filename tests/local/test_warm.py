@@ -399,6 +399,14 @@ def no_zygote(line: socket.socket) -> ZygoteProcess:
     return ZygoteProcess(process, ProcessId(process.pid, 0), line, Path("output"), Path("config"))
 
 
+async def asked_for_two(theirs: socket.socket) -> None:
+    """Read a request for two children in the place of a zygote."""
+    _, fds = await asyncio.to_thread(receive, theirs)
+    assert len(fds) == 2
+    for fd in fds:
+        os.close(fd)
+
+
 async def test_where_no_spare_can_be_forked_the_zygote_stays() -> None:
     """A limit of processes may leave no room while workers run."""
     failures: list[str] = []
@@ -408,10 +416,7 @@ async def test_where_no_spare_can_be_forked_the_zygote_stays() -> None:
         forks.use(no_zygote(ours))
         forks.keep_spares(2, 0.0)
         for _ in range(2):
-            _, fds = await asyncio.to_thread(receive, theirs)
-            assert len(fds) == 2
-            for fd in fds:
-                os.close(fd)
+            await asked_for_two(theirs)
             send(theirs, encode(ForkAnswer([], "fork: Resource temporarily unavailable")))
             await forks.stop_forking_spares()
             forks.keep_spares(2, 0.0)  # after the next start it may succeed
@@ -437,9 +442,7 @@ async def test_a_zygote_that_is_too_slow_for_spares_is_replaced_once() -> None:
     with ours, theirs:
         forks.use(no_zygote(ours))
         forks.keep_spares(2, 0.0)
-        _, fds = await asyncio.to_thread(receive, theirs)
-        for fd in fds:
-            os.close(fd)
+        await asked_for_two(theirs)
         async with asyncio.timeout(60):
             while not failures:
                 await asyncio.sleep(0.01)

@@ -307,8 +307,7 @@ class Forks:
         try:
             answer, children = await self._exchange(zygote, work.do, work.give_up)
         except (EOFError, OSError, ValueError) as error:  # OverdueError, too
-            if zygote is self.zygote:
-                self._on_failure(f"it does not answer ({error or 'closed'})", False)
+            self._report_silence(zygote, error)
             return None
         finally:
             # The caller registers them as what they are now.
@@ -337,6 +336,11 @@ class Forks:
         """
         call, discard = functools.partial(work, zygote.line), lambda result: end_unused(result[1])
         return await self._thread.run(call, FORK_S, discard, not_called)
+
+    def _report_silence(self, zygote: ZygoteProcess, error: Exception) -> None:
+        """Report that a zygote does not answer, unless another one has replaced it."""
+        if zygote is self.zygote:
+            self._on_failure(f"it does not answer ({error or 'closed'})", False)
 
     # --- Spares ---
 
@@ -374,7 +378,7 @@ class Forks:
         except (EOFError, OSError, ValueError) as error:  # OverdueError, too
             if zygote is self.zygote:
                 self._wanted, self._too_slow = 0, True
-                self._on_failure(f"it does not answer ({error or 'closed'})", False)
+            self._report_silence(zygote, error)
             return
         finally:
             self._forking = None

@@ -301,7 +301,7 @@ class TCPStores:
             await self._store.forked()
 
     @property
-    def used(self) -> bool:
+    def has_store(self) -> bool:
         """Whether this node has the store of the round."""
         return self._store is not None
 

@@ -290,7 +290,7 @@ class WorkerSupervisor:
             self._observer.round_started(self._assignment)
             self.warm.watch(self._stores.start)
             if not self._checking:  # it measures the node
-                self.warm.keep_spares(self._command.nproc, store=self._stores.used)
+                self.warm.keep_spares(self._command.nproc, store=self._stores.has_store)
         if failure is not None:
             self._observer.post(WorkerEnded(self._round, failure.local_rank, failure))
         then, self._after_start = self._after_start, None
