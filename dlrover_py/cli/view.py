@@ -21,6 +21,7 @@ from dlrover_py.protocol.job_view import JobView as JobView
 from dlrover_py.protocol.job_view import causal_chain as causal_chain
 from dlrover_py.protocol.job_view import ceiling_line as ceiling_line
 from dlrover_py.protocol.job_view import dataset_line as dataset_line
+from dlrover_py.protocol.job_view import loader_line as loader_line
 from dlrover_py.protocol.job_view import outdated_nodes as outdated_nodes
 from dlrover_py.protocol.job_view import problem_line as problem_line
 from dlrover_py.protocol.job_view import problems as problems
@@ -402,6 +403,8 @@ def description(job_view: JobView, width: int | None = None) -> list[RenderableT
         parts.append(text(f"template  {line}: {hint}", 10, "yellow"))
     if job_view.resource_advice:
         parts.append(text(f"resources {job_view.resource_advice}", 10))
+    loader = status.loader if status is not None else None
+    parts += [text(f"data      {loader_line(loader)}", 10)] if loader is not None else []
     datasets = status.datasets if status is not None else []
     parts += [text(f"data      {dataset_line(dataset)}", 10) for dataset in datasets]
     streams = status.streams if status is not None else []

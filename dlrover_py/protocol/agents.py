@@ -451,6 +451,12 @@ class LoaderState(Wire):
     """The share that was in use before its first step."""
     data_wait: Annotated[float, Field(ge=0)] = 0.0
     """The share of the time in which it waited for data."""
+    epoch: Annotated[int, Field(ge=0, le=2**53)] = 0
+    """The epoch of its next step, from 0 on."""
+    position: Annotated[int, Field(ge=0, le=2**53)] = 0
+    """Samples of that epoch that all ranks have trained together."""
+    samples: Annotated[int, Field(ge=0, le=2**53)] = 0
+    """Samples in an epoch; 0 if that is not known."""
 
     @classmethod
     def of_slowest(cls, states: Sequence[Self]) -> Self:
@@ -460,6 +466,7 @@ class LoaderState(Wire):
             states: at least one.
         """
         oldest = min(states, key=lambda state: state.number)
+        behind = min(states, key=lambda state: (state.epoch, state.position))
         return cls(
             number=oldest.number,
             refused=any(s.refused for s in states if s.number == oldest.number),
@@ -474,6 +481,9 @@ class LoaderState(Wire):
             memory=max(s.memory for s in states),
             memory_before=min(s.memory_before for s in states),
             data_wait=max(s.data_wait for s in states),
+            epoch=behind.epoch,
+            position=behind.position,
+            samples=behind.samples,
         )
 
 

@@ -15,6 +15,7 @@ from dlrover_py.protocol.status import (
     GoodputStatus,
     JobEvent,
     JobStatus,
+    LoaderStatus,
     StreamStatus,
     TablesStatus,
     TimeBucket,
@@ -264,8 +265,8 @@ def ceiling_line(goodput: GoodputStatus) -> str:
         reached = f", of which {100 * goodput.share / best.share:.1f}% is reached"
     return (
         f"ceiling {100 * best.share:.1f}%{reached}: one failure in {duration(best.between_s)}, "
-        f"{duration(best.recovery_s)} to recover, {duration(best.save_s)} for a save (best: one in "
-        f"{duration(best.interval_s)})"
+        f"{duration(best.recovery_s)} to recover, {duration(goodput.save_s or 0.0)} for a save "
+        f"(best: one in {duration(best.interval_s)})"
     )
 
 
@@ -279,6 +280,14 @@ def dataset_line(dataset: DatasetStatus) -> str:
         line += f"{counted(dataset.shards, 'shard')} finished, {dataset.begun} begun"
     line += f", {counted(dataset.samples, 'sample')} in an epoch"
     return line + (f", {dataset.quarantined} in quarantine" if dataset.quarantined else "")
+
+
+def loader_line(loader: LoaderStatus) -> str:
+    """Return how far the script's ``ElasticLoader`` is, as one line."""
+    line = f"ElasticLoader: epoch {loader.epoch + 1}, {loader.position} of "
+    line += f"{counted(loader.samples, 'sample')} trained"
+    line += f" ({100 * loader.position / loader.samples:.0f}%)"
+    return line + (f", {loader.batch} in a step" if loader.batch else "")
 
 
 def stream_line(stream: StreamStatus) -> str:

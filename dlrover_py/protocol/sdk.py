@@ -70,6 +70,9 @@ class LoaderFields(TypedDict):
     memory: float
     memory_before: float
     data_wait: float
+    epoch: int
+    position: int
+    samples: int
 
 
 class LoaderTuning(NamedTuple):

@@ -333,6 +333,8 @@ class LastCheckpoint(_StatusModel):
     """When the newest checkpoint in storage was committed."""
     folder: str = ""
     """Folder of the newest checkpoint in storage."""
+    write_s: float | None = None
+    """Seconds that it took to write that checkpoint; absent if this master has not seen it."""
 
 
 class HeldCheckpoint(_StatusModel):
@@ -433,6 +435,19 @@ class DatasetStatus(_StatusModel):
     """Shards that are not trained any more, because workers failed with them."""
     quarantine: list[str] = Field(default_factory=list)
     """The first ten of them, with the reason, in words."""
+
+
+class LoaderStatus(_StatusModel):
+    """How far the ``ElasticLoader`` of the script is."""
+
+    epoch: int
+    """The present epoch, from 0 on."""
+    position: int
+    """Samples of this epoch that all ranks have trained together."""
+    samples: int
+    """Number of samples in an epoch."""
+    batch: int
+    """Samples of all ranks in a step; 0 if that is not known."""
 
 
 class DiagnosisStatus(_StatusModel):
@@ -566,8 +581,6 @@ class GoodputCeiling(_StatusModel):
     """Seconds between two of them, without suspensions."""
     recovery_s: float
     """Seconds from a failure to the next step, without repeated steps."""
-    save_s: float
-    """Seconds for which a save stops the training; 0 if no save was reported."""
     interval_s: float
     """Seconds between two saves with which it is reached."""
 
@@ -580,6 +593,8 @@ class GoodputStatus(_StatusModel):
     share: float | None = None
     """Productive part of the time without suspensions, from 0 to 1; absent until a step is
     reported."""
+    save_s: float | None = None
+    """Mean of the seconds for which a save stops the training; absent until one is reported."""
     ceiling: GoodputCeiling | None = None
     """The best goodput that could be reached; absent before the first failure."""
     seconds: dict[str, float] = Field(default_factory=dict)
@@ -781,6 +796,8 @@ class JobStatus(_StatusModel):
     """Progress of the datasets that are streams."""
     datasets: list[DatasetStatus] = Field(default_factory=list)
     """Progress of the other datasets with dynamic shards."""
+    loader: LoaderStatus | None = None
+    """Progress of the script's ``ElasticLoader``; absent until a rank has reported one."""
     diagnosis: DiagnosisStatus | None = None
     """The newest snapshot of all ranks; absent if none was taken."""
     conditions: list[Condition] = Field(default_factory=list)

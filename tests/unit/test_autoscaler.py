@@ -11,7 +11,7 @@ from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import NodeId
 from dlrover_py.protocol.reasons import ConditionReason
-from dlrover_py.protocol.status import Condition
+from dlrover_py.protocol.status import Condition, LoaderStatus
 from tests.builders import WALL, Bench, elastic_job, job_file
 
 RULES = Rules(measure_s=1.0, settle_s=0.0)
@@ -204,6 +204,19 @@ def test_samples_of_a_data_loader_count_without_a_metric() -> None:
     assert len(samples.members) == 4
     assert samples.job.state.scaling.in_samples
     assert samples.job.state.scaling.samples[4].speed == pytest.approx(1280, rel=0.1)
+    assert samples.job.status(samples.now, 0.0).loader is None  # it has not said where it is
+
+
+def test_the_status_says_how_far_the_data_loader_is() -> None:
+    bench = started(scaling_job(most=2))
+    assert bench.job.status(bench.now, 0.0).loader is None
+    for agent in bench.living():
+        agent.loader = LoaderState(
+            micro_batch=32, share=32, batch=64, epoch=1, position=640, samples=6000
+        )
+    bench.exchange()
+    status = bench.job.status(bench.now, 0.0)
+    assert status.loader == LoaderStatus(epoch=1, position=640, samples=6000, batch=64)
 
 
 def test_a_number_of_samples_in_some_reports_only_is_kept() -> None:

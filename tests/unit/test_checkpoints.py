@@ -61,7 +61,7 @@ class Desk:
         known = self.said.setdefault(node, {"memory_round": 1, "boot_id": f"boot-{node}-xx"})
         known.update(facts)
         offer = Offer(addr=f"10.0.0.{int(node[1:]) + 1}", port=1024)
-        self.core.take(node, AgentReport(seq=self.seq, offer=offer, **known))
+        self.core.take(node, AgentReport(seq=self.seq, offer=offer, **known), self.now)
         return self.look()
 
     def look(self, at: float | None = None) -> CheckpointOutcome:
@@ -395,6 +395,7 @@ def test_the_coordinator_gets_the_grant_and_nobody_else() -> None:
     desk.persisting(N0, PersistPhase.READY)
     assert [desk.orders()[n].grant for n in (N0, N1)] == [1, None]
     assert desk.reassigned == {N0}
+    desk.look(desk.now + 2)
     stored = StoredCheckpoint(step=5, where="/d/step-5", at=1.0)
     out = desk.persisting(N0, PersistPhase.DONE, stored=stored)
     assert out.journal_changed
@@ -403,7 +404,7 @@ def test_the_coordinator_gets_the_grant_and_nobody_else() -> None:
     newest = desk.core.newest(0.0)
     assert newest is not None
     assert (newest.step, newest.where) == (5, "/d/step-5")
-    assert desk.core.commits == 1
+    assert (desk.core.commits, desk.core.last_write) == (1, (5, 2))
     desk.look()
     assert not desk.orders(), "it is flagged still, for its nodes have not looked"
 
@@ -461,9 +462,9 @@ def test_trouble_before_anything_was_saved_is_of_a_job_that_saves() -> None:
     core = Checkpoints()
     offer = Offer(addr="10.0.0.1", port=1024)
     report = AgentReport(seq=1, boot_id="boot-n0-xx", offer=offer, checkpoint_error="no memory")
-    core.take(N0, report)
+    core.take(N0, report, 0.0)
     assert not core.in_use, "no script there saves anything"
-    core.take(N0, report.model_copy(update={"seq": 2, "transfer_port": 7000}))
+    core.take(N0, report.model_copy(update={"seq": 2, "transfer_port": 7000}), 0.0)
     assert core.in_use
     assert checkpoint_error(core) == "n0: no memory"
 

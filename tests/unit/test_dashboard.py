@@ -43,6 +43,7 @@ from dlrover_py.protocol.status import (
     JobPhase,
     JobStatus,
     LastCheckpoint,
+    LoaderStatus,
     NodePhase,
     ServerLoad,
     ServerStatus,
@@ -691,7 +692,7 @@ def test_many_nodes_are_shown_in_pages() -> None:
 
 def test_the_head_says_what_could_be_reached_and_how_old_the_checkpoint_is() -> None:
     ceiling = GoodputCeiling(
-        share=0.987, failures=2, between_s=600.0, recovery_s=1.0, save_s=0.1, interval_s=10.0
+        share=0.987, failures=2, between_s=600.0, recovery_s=1.0, interval_s=10.0
     )
     goodput = GoodputStatus(wall_s=16.0, share=0.75, ceiling=ceiling, seconds={"productive": 12.0})
     last = LastCheckpoint(step=3, where="memory", at=AT - 150)
@@ -807,6 +808,10 @@ def test_the_page_says_where_each_checkpoint_is_and_when_the_next_one_is_due() -
         "memory_checkpoints": memory, "nodes": nodes,
         "store_answer": StoreAnswer(request="1", step=20, folder="/s/step-20"),
         "progress": shown.progress.model_copy(update={"steps_per_s": 2.0}),
+        "goodput": GoodputStatus(wall_s=60.0, save_s=0.05),
+        "last_checkpoint": LastCheckpoint(
+            step=30, where="memory", at=AT, stored_step=20, folder="/s/step-20", write_s=3.2
+        ),
         "published_at": AT,
     }  # fmt: skip
     view = replace(running(), status=shown.model_copy(update=more))
@@ -815,6 +820,7 @@ def test_the_page_says_where_each_checkpoint_is_and_when_the_next_one_is_due() -
     for part in (
         "being written", "3.0 MB", " 2 min \n", "2 of 2 members", "2 keep a copy",
         "expected at step 40, 10 steps after the last: one in 5.0 s", "is in /s/step-20",
+        "/s/step-20, written in 3.2 s; a save stops the training for 50 ms",
     ):  # fmt: skip
         assert part in text, part
     assert "a peer's 20" in browser.call("GET", "/jobs/demo/sections/nodes").text
@@ -1093,9 +1099,7 @@ def test_goodput_over_time_is_a_curve_with_its_ceiling_and_a_number_in_the_files
     shown = running().status
     assert shown is not None
     assert shown.progress is not None
-    ceiling = GoodputCeiling(
-        share=0.9, failures=1, between_s=1.0, recovery_s=1.0, save_s=1.0, interval_s=1.0
-    )
+    ceiling = GoodputCeiling(share=0.9, failures=1, between_s=1.0, recovery_s=1.0, interval_s=1.0)
     kept = History()
     for i, share in enumerate((None, 0.5, 0.75)):
         goodput = GoodputStatus(
@@ -1267,11 +1271,14 @@ def test_the_page_shows_how_far_data_is_and_what_is_in_quarantine() -> None:
     stream = StreamStatus(name="s", watermark=5, lag=2, ended=False, partition_count=1)
     view = running()
     assert view.status is not None
-    shown = view.status.model_copy(update={"datasets": [dataset], "streams": [stream]})
+    loader = LoaderStatus(epoch=1, position=640, samples=6000, batch=64)
+    data = {"datasets": [dataset], "streams": [stream], "loader": loader}
+    shown = view.status.model_copy(update=data)
     page = pages.JobPage(replace(view, status=shown), History(), AT)
     text = Page(pages.section("data", page)).text
     assert "d: epoch 2 of 3, 4 of 10 shards finished, 1 begun" in text
     assert "shard 7: three workers failed with it" in text
+    assert "ElasticLoader: epoch 2, 640 of 6000 samples trained (11%), 64 in a step" in text
     assert "s: watermark 5 or more in 1 partition, lag 2" in text
     assert not pages.section("data", pages.JobPage(view, History(), AT)).strip()
 

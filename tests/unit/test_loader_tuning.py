@@ -182,6 +182,15 @@ def test_settings_of_the_last_step_hold_from_the_next_epoch_on(agent: Agent) -> 
     assert sorted(samples) == list(range(N))
 
 
+def test_the_end_of_an_epoch_is_reported_though_no_step_follows(agent: Agent) -> None:
+    loader = ElasticLoader(TensorDataset(torch.arange(N)), global_batch=BATCH)
+    found: list[LoaderState | None] = []
+    train(loader, {1: lambda: found.append(agent.newest())})
+    found.append(agent.newest())
+    places = [(state.epoch, state.position, state.samples) for state in found if state is not None]
+    assert places == [(0, 0, N), (1, 0, N)]
+
+
 def test_without_an_agent_nothing_changes() -> None:
     loader = ElasticLoader(TensorDataset(torch.arange(N)), global_batch=BATCH, micro_batch=4)
     assert train(loader, {})[0] == [[4, 4]] * 6 + [[2]]

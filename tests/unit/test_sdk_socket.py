@@ -119,6 +119,9 @@ def state(number: int, local_rank: int = 0) -> bytes:
         "memory": 0.0,
         "memory_before": 0.0,
         "data_wait": 0.0,
+        "epoch": 0,
+        "position": 0,
+        "samples": 0,
     }
     return sdk.encode({"version": 1, "round": 1, "local_rank": local_rank, "loader": loader})
 

@@ -30,6 +30,7 @@ from dlrover_py.protocol.checkpoint_id import CheckpointId, Rejection
 from dlrover_py.protocol.names import NodeId, Term, id_key
 from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.status import StoreAnswer
+from dlrover_py.protocol.words import duration
 
 RoundStart = tuple[int, CheckpointId | None]
 """A round, and the checkpoint that it continued from; None if it continued from none."""
@@ -241,6 +242,8 @@ class Checkpoints:
         self.failing: str = ""
         """Why the last attempt to store a checkpoint failed; empty if it succeeded."""
         self.commits = self.failures = 0
+        self.last_write: tuple[int, float] | None = None
+        """Step of the checkpoint that was stored last, and the seconds since the attempt began."""
         self.memory = MemoryIndex()
         self.copies = Copies(self.memory)
         self.node_errors: dict[NodeId, str] = {}
@@ -280,11 +283,16 @@ class Checkpoints:
         """Register a node of an earlier term: it may hold what no other node holds."""
         self.not_reported.add(node)
 
-    def take(self, node: NodeId, report: AgentReport) -> None:
+    def take(self, node: NodeId, report: AgentReport, now: float) -> None:
         """Take in a report of a node; parts that are equal to its last report are skipped.
 
         The report may finish, fail or cancel the running attempt to store a checkpoint. A new agent
         process of a node cancels an attempt of which this node has not written its part.
+
+        Args:
+            node: The node.
+            report: Its report.
+            now: Monotonic time.
         """
         self.not_reported.discard(node)
         known = self.memory.nodes.setdefault(node, NodeHoldings())
@@ -311,7 +319,7 @@ class Checkpoints:
             if report.stored is not None:
                 self._note_stored(report.stored)
         if report.persisting is not None and self._run is not None:
-            self._progressed(node, report)
+            self._progressed(node, report, now)
 
     def drop(self, node: NodeId, now: float = -math.inf) -> None:
         """Drop a node that is gone, with all that it held; an unknown node is ignored.
@@ -638,12 +646,17 @@ class Checkpoints:
             self._outcome.journal_changed = True
             self._needs_decision = True
 
-    def _progressed(self, node: NodeId, report: AgentReport) -> None:
+    def _progressed(self, node: NodeId, report: AgentReport, now: float) -> None:
         """Take in a node's progress with the checkpoint that is being written.
 
         News of other attempts is ignored. The first node that fails ends the attempt. The
         coordinator is the node that commits the checkpoint. When it reports that all shards are
         there, the commit is granted. When it reports the commit, the attempt has succeeded.
+
+        Args:
+            node: The node.
+            report: Its report.
+            now: Monotonic time.
         """
         run, news = self._run, report.persisting
         assert run is not None
@@ -663,14 +676,19 @@ class Checkpoints:
             written = report.stored is not None and report.stored.step == run.id.step
             if written and not self._record.rejects(run.id):
                 self._record.stored = report.stored  # another directory has its own numbers
-            self._done(run)
+            self._done(run, now)
 
-    def _done(self, run: _PersistRun) -> None:
+    def _done(self, run: _PersistRun, now: float) -> None:
         """Close an attempt that has succeeded; the request that it was made for ends too.
 
         Any other request goes on: memory may have a newer checkpoint than this one.
+
+        Args:
+            run: The attempt.
+            now: Monotonic time.
         """
         self.commits += 1
+        self.last_write = run.id.step, now - run.begun
         self.failing = ""
         self._close(run)
         self._outcome.journal_changed = True
@@ -679,6 +697,7 @@ class Checkpoints:
         stored = self.stored
         where = f" in {stored.where}" if stored and stored.step == run.id.step else ""
         message = f"the checkpoint of step {run.id.step} was stored{where}"
+        message += f" after {duration(now - run.begun)}"
         self._outcome.note(EventReason.CHECKPOINT_STORED, message)
         self._outcome.reassign.update(run.ranks)
         flush = self._flush

@@ -125,6 +125,7 @@ class Goodput:
         return GoodputStatus(
             wall_s=round(sum(seconds.values()), 3),
             share=round(share, 4) if self.state.lost_s else None,
+            save_s=round(self._save_s(seconds), 4) if self._account.saves else None,
             ceiling=self._ceiling(seconds, counted_s),
             seconds={bucket: round(one, 3) for bucket, one in seconds.items()},
         )
@@ -143,16 +144,22 @@ class Goodput:
         lost_s += seconds.get(TimeBucket.STANDSTILL, 0.0)
         lost_s -= seconds.get(TimeBucket.WASTED_PROGRESS, 0.0)
         recovery_s, between_s = max(0.0, lost_s) / failures, counted_s / failures
-        save_s = seconds.get(TimeBucket.CHECKPOINT_SAVE, 0.0) / max(1.0, self._account.saves)
-        share, interval_s = best_goodput(between_s, recovery_s, save_s)
+        share, interval_s = best_goodput(between_s, recovery_s, self._save_s(seconds))
         return GoodputCeiling(
             share=round(share, 4),
             failures=failures,
             between_s=round(between_s, 3),
             recovery_s=round(recovery_s, 3),
-            save_s=round(save_s, 4),
             interval_s=round(interval_s, 3),
         )
+
+    def _save_s(self, seconds: dict[TimeBucket, float]) -> float:
+        """Return the mean seconds for which a save stops the training; 0 without a save.
+
+        Args:
+            seconds: Where the time went, by bucket.
+        """
+        return seconds.get(TimeBucket.CHECKPOINT_SAVE, 0.0) / max(1.0, self._account.saves)
 
     def _begin_round(self) -> None:
         """Begin to count what the workers of a new round report."""

@@ -180,7 +180,7 @@ class Reports:
             node.nested_warning_boot = report.boot_id
             message = f"{node.id}: {report.nested}"
             self.log.record(EventReason.NESTED_LAUNCHER, message, node=node.id, warning=True)
-        self.live.checkpoints.take(node.id, report)
+        self.live.checkpoints.take(node.id, report, self.live.now)
         if outcome is ReportOutcome.NEW_INCARNATION:
             self.live.leave_checks(node.id)
         self._admission.take_report(node, report)

@@ -9,7 +9,7 @@ from dlrover_py.master.core.history import CoreContext
 from dlrover_py.master.core.nodes import Node, Readiness
 from dlrover_py.master.core.servers import runs
 from dlrover_py.master.core.topology import in_words
-from dlrover_py.protocol.agents import AgentReport, WorkerPhase
+from dlrover_py.protocol.agents import AgentReport, LoaderState, WorkerPhase
 from dlrover_py.protocol.names import NodeId, id_key
 from dlrover_py.protocol.reasons import ConditionReason, ConditionType
 from dlrover_py.protocol.status import (
@@ -19,6 +19,7 @@ from dlrover_py.protocol.status import (
     JobPhase,
     JobStatus,
     LastCheckpoint,
+    LoaderStatus,
     NodeRole,
     NodeStatus,
     PartitionStatus,
@@ -111,6 +112,7 @@ class StatusReport:
                 for name, record in self.state.shards.items()
                 if record.spec.range_size is None
             ],
+            loader=_loader_status(self.live.loader),
             diagnosis=self.live.diagnosis,
             conditions=list(self._conditions.values()),
             nodes=[self._node_status(n, members.get(n.id)) for n in self._ordered[1]],
@@ -136,6 +138,7 @@ class StatusReport:
     def _last_checkpoint(self, wall: float) -> LastCheckpoint | None:
         """Return the newest checkpoint for the status, or None if no complete one is known."""
         newest, storage = self.live.checkpoints.newest(wall), self.live.checkpoints.storage
+        write = self.live.checkpoints.last_write
         if newest is None:
             return None
         return LastCheckpoint(
@@ -146,6 +149,7 @@ class StatusReport:
             stored_step=storage.step if storage else None,
             stored_at=storage.at if storage else None,
             folder=storage.where if storage else "",
+            write_s=round(write[1], 3) if write and storage and write[0] == storage.step else None,
         )
 
     def _node_status(self, node: Node, rank: int | None) -> NodeStatus:
@@ -463,6 +467,17 @@ def _dataset_status(name: str, record: QueueRecord) -> DatasetStatus:
         quarantined=len(record.quarantined),
         quarantine=[f"shard {shard}: {record.quarantined[shard].why}" for shard in shown],
     )
+
+
+def _loader_status(reported: tuple[int, LoaderState] | None) -> LoaderStatus | None:
+    """Return how far the data loader is; None if it has not said where it is.
+
+    Args:
+        reported: Number of a round, and the newest state of a data loader in it.
+    """
+    if reported is None or not reported[1].samples:
+        return None
+    return LoaderStatus(**reported[1].model_dump(include=set(LoaderStatus.model_fields)))
 
 
 def _stream_status(name: str, stream: StreamRecord) -> StreamStatus:

@@ -49,8 +49,7 @@ class Tuning:
             self._change(flag=True)
         if report.loader is not None:
             self._loaders[node.id] = report.loader
-            if report.loader.batch:
-                self.live.loader_batch = self.state.round, report.loader.batch
+            self.live.loader = self.state.round, report.loader
             if report.loader.number > self.state.tuning.number:
                 # The journal was lost: the workers would ignore lower numbers.
                 self._change(number=min(MAX_TUNING, report.loader.number + 1))

@@ -233,6 +233,7 @@ class ElasticLoader:
                 # The script still has the step, and the processes that read for it would go on.
                 batches = step._batches = iter(())
                 steps, batches = self._begin_reading()
+        self._settings.end()
         if ledger is not None:
             ledger.end()
 

@@ -176,6 +176,10 @@ class LoaderTuner:
         self._report(urgent=changed)
         return changed
 
+    def end(self) -> None:
+        """Report the position at the end of a loop, which may be the last one."""
+        self._report(urgent=True)
+
     def _vote(self) -> list[int]:
         """Return this rank's newest settings, minus its CPUs, and the steps to the next vote."""
         newest = max(session.loader_tuning(), self._taken, key=lambda tuning: tuning.number)
@@ -228,6 +232,9 @@ class LoaderTuner:
             "memory": round(meter.memory, 3),
             "memory_before": round(self._memory_before or 0.0, 3),
             "data_wait": round(meter.data_wait, 3),
+            "epoch": min(2**53, sampler.epoch),
+            "position": min(2**53, sampler.offset),
+            "samples": min(2**53, sampler.length),
         }
         session.report_loader(state, urgent=urgent)
 
