@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from dlrover_operator import dashboard
 from dlrover_operator.loop import Operator
 from dlrover_operator.manifests import Options
@@ -58,11 +60,26 @@ def elastic_job(
     return {"metadata": meta, "spec": {}, "status": told | more}
 
 
+def behind_proxy(pages: ASGIApp, prefix: str) -> ASGIApp:
+    """Return an application that serves pages as a proxy does that removes a prefix."""
+
+    async def proxy(scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["path"].startswith(f"{prefix}/"), scope["path"]
+        path = scope["path"].removeprefix(prefix)
+        await pages({**scope, "path": path, "raw_path": path.encode()}, receive, send)
+
+    return proxy
+
+
 @contextmanager
-def operator_pages(jobs: Sequence[Obj]) -> Iterator[str]:
+def operator_pages(jobs: Sequence[Obj], prefix: str = "") -> Iterator[str]:
     """Serve the pages to a viewer who may list all jobs and whose token is ``TOKEN``.
 
     Yields the address.
+
+    Args:
+        jobs: the jobs.
+        prefix: begin of each path, which a proxy removes; empty without a proxy.
     """
     over = threading.Event()
     with (
@@ -78,7 +95,7 @@ def operator_pages(jobs: Sequence[Obj]) -> Iterator[str]:
                     cluster.put(NAMESPACES, {"metadata": {"name": job["metadata"]["namespace"]}})
                     cluster.put(ELASTICJOBS, job)
                 pages = dashboard.app(SeenJobs(kube, jobs), kube, time.monotonic)
-                serving = http_server.server(pages)
+                serving = http_server.server(behind_proxy(pages, prefix) if prefix else pages)
                 answers = asyncio.create_task(serving.serve(sockets=[listener]))
                 await asyncio.to_thread(over.wait)
                 serving.force_exit = True
@@ -88,7 +105,7 @@ def operator_pages(jobs: Sequence[Obj]) -> Iterator[str]:
         thread = threading.Thread(target=lambda: asyncio.run(serve()))
         thread.start()
         try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}{prefix}/"
         finally:
             over.set()
             thread.join()

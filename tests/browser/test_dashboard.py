@@ -94,7 +94,7 @@ def test_a_killed_worker_and_a_scaled_job_are_seen_as_they_happen(place: Place, 
 def test_checkpoints_are_seen_and_stored_from_the_page_of_a_job_run_with_dashboard(
     place: Place, page: Page
 ) -> None:
-    script = PROGRAMS / "save_until_stopped.py"
+    script = PROGRAMS / "train_until_stopped.py"
     with job(
         place, script=script, args=("20",), replicas=2, settings=CALM, more=("--dashboard",)
     ) as run:
@@ -103,6 +103,7 @@ def test_checkpoints_are_seen_and_stored_from_the_page_of_a_job_run_with_dashboa
         page.goto(link)
         expect(page.get_by_role("img", name=re.compile("2 nodes: trains"))).to_be_visible()
         expect(page.locator("#checkpoints")).to_contain_text("2 of 2 members")
+        expect(page.locator("#data")).to_contain_text(re.compile("epoch 1, .* of 100000 samples"))
         page.get_by_role("button", name="Checkpoint now").focus()
         page.keyboard.press("Enter")
         expect(page.locator("#answer [role=status]")).to_contain_text("the checkpoint")
@@ -111,6 +112,11 @@ def test_checkpoints_are_seen_and_stored_from_the_page_of_a_job_run_with_dashboa
         stored = in_thread(run.status).store_answer
         assert stored is not None
         assert stored.problem == ""
+        expect(page.locator("#checkpoints")).to_contain_text("written in")
+        victim = members(in_thread(run.status))[1].pids[0]
+        os.kill(victim, signal.SIGKILL)
+        # The parts of the recovery come with the next step.
+        expect(page.locator("#rounds")).to_contain_text(re.compile("restore .*first step"))
         accessible(page)
         page.goto("about:blank")
 
@@ -136,6 +142,24 @@ def test_a_page_of_a_job_run_with_dashboard_says_that_the_job_has_ended(
     expect(shown.locator("h1")).to_contain_text("Stopped")
     expect(shown).to_have_title(re.compile(f"^{run.name}: Stopped"))
     assert shown.locator("#actions button").count() == 0
+
+
+def test_the_log_of_a_node_grows_while_it_is_looked_at(place: Place, page: Page) -> None:
+    script = "import os, time\nprint('begun', flush=True)\n"
+    script += "while not os.path.exists('go'): time.sleep(0.1)\nprint('went on', flush=True)\n"
+    script += "while not os.path.exists('end'): time.sleep(0.1)"
+    with (
+        job(place, script=script, replicas=1, settings=CALM) as run,
+        dashboard(place, run.name) as link,
+    ):
+        in_thread(lambda: run.running(1))
+        page.goto(link)
+        page.get_by_role("link", name="n0", exact=True).click()
+        expect(page.locator("#log")).to_contain_text("begun")
+        expect(page.locator("#log")).not_to_contain_text("went on")
+        (place.folder / "go").touch()
+        expect(page.locator("#log")).to_contain_text("went on")
+        page.goto("about:blank")
 
 
 def test_an_ended_job_can_still_be_seen(place: Place, page: Page) -> None:

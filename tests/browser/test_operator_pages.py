@@ -20,12 +20,13 @@ def on_hosts(count: int) -> JobStatus:
     return shown.model_copy(update={"nodes": nodes})
 
 
-def test_a_viewer_enters_a_token_and_finds_a_job_and_its_hosts(page: Page) -> None:
+@pytest.mark.parametrize("prefix", ["", "/team-a/dlrover"])
+def test_a_viewer_enters_a_token_and_finds_a_job_and_its_hosts(page: Page, prefix: str) -> None:
     jobs = [
         elastic_job("team-a", "gpt", on_hosts(3), queue="nightly"),
         elastic_job("team-b", "ranking", status(JobPhase.FAILED), reason="BackoffLimitExceeded"),
     ]
-    with operator_pages(jobs) as link:
+    with operator_pages(jobs, prefix) as link:
         page.goto(link + "enter")
         accessible(page)
         page.keyboard.press("Tab")  # to the link over the menu

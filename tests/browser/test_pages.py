@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 from playwright.sync_api import Page, Route, expect
-from starlette.types import Receive, Scope, Send
 
 from dlrover_py.dashboard import server
 from dlrover_py.net import http_server
@@ -18,6 +17,7 @@ from dlrover_py.protocol.errors import UnreachableError
 from dlrover_py.protocol.job_view import LogTail
 from dlrover_py.protocol.status import JobPhase
 from tests.browser.test_dashboard import accessible
+from tests.operator_pages import behind_proxy
 from tests.unit.test_dashboard import AT, WORDS, OneJob, running
 from tests.unit.test_view import hostile
 
@@ -31,13 +31,8 @@ def served(jobs: OneJob) -> Iterator[str]:
     access = server.Access()
     pages = server.Dashboard(jobs, access, lambda: AT, poll_s=0.1)
 
-    async def proxy(scope: Scope, receive: Receive, send: Send) -> None:
-        assert scope["path"].startswith(f"{PREFIX}/"), scope["path"]
-        path = scope["path"].removeprefix(PREFIX)
-        await pages.asgi({**scope, "path": path, "raw_path": path.encode()}, receive, send)
-
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        serving = http_server.server(proxy)
+        serving = http_server.server(behind_proxy(pages.asgi, PREFIX))
         over = threading.Event()
 
         async def serve() -> None:
@@ -195,6 +190,10 @@ def test_no_word_is_markup_and_each_page_is_accessible(page: Page, path: str) ->
         page.goto(f"{base}/{path}")
         assert page.locator("img").count() == 0
         expect(page.locator("h1")).to_be_visible()
+        accessible(page)
+        page.context.clear_cookies()
+        page.goto(f"{base}/{path}")
+        expect(page.locator("h1")).to_have_text("Open the link that was printed")
         accessible(page)
         page.goto("about:blank")
 
