@@ -49,7 +49,7 @@ from typing import Any
 
 from benchmarks.page import write_section
 from dlrover_py.allocator import ONE_SIZE, TRUSTED, Demand, Pool, allocate
-from dlrover_py.master.core.scaling import ScalingRecord, View, Wish, decide
+from dlrover_py.master.core.scaling import PendingChange, ScalingRecord, View, decide
 from dlrover_py.master.core.speed import SpeedMeter, SpeedModel
 from dlrover_py.protocol.autoscale import AutoscaleSpec
 
@@ -107,7 +107,7 @@ Policy = Callable[[float, int, SpeedMeter], int]
 
 def autoscaler() -> Policy:
     """Return the policy of the product."""
-    record, wish = ScalingRecord(target=SIZES[0]), Wish()
+    record, pending = ScalingRecord(target=SIZES[0]), PendingChange()
 
     def policy(now: float, size: int, meter: SpeedMeter) -> int:
         speed = meter.speed()
@@ -116,7 +116,7 @@ def autoscaler() -> Policy:
         view = View(
             spec=SPEC, now=now, sizes=SIZES, target=size, size=size, steady=speed is not None
         )
-        decision = decide(record, view, wish)
+        decision = decide(record, view, pending)
         record.move(decision, view)
         if decision.target != size:
             record.resized(RESIZE_S)

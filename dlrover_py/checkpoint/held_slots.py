@@ -29,15 +29,15 @@ class OpenSlot:
         Nothing is done if the header had no mark when the slot was locked. Errors are ignored. The
         mark stays if the header changes during three tries, or if a writer has locked the slot.
         """
-        path, fill = self.slot.path, self.found.header.fill
+        path, write_id = self.slot.path, self.found.header.write_id
         if not self.found.header.persist or not path.exists():
             return
         with contextlib.suppress(OSError, ValueError), ShmSlot(path, write=True) as slot:
             for _ in range(3):  # the agent may set ``copied`` at the same time
                 now = slot.header()
-                if now is None or now.fill != fill:
+                if now is None or now.write_id != write_id:
                     break
-                if slot.amend(now, replace(now, persist=False)):
+                if slot.update_header(now, replace(now, persist=False)):
                     break
 
 
@@ -71,7 +71,7 @@ def lock_slots(order: WriteRequest) -> tuple[list[OpenSlot], set[int]]:
                     newer[header.rank] = header.step
                 continue
             with contextlib.suppress(FileNotFoundError, DamagedDataError):
-                slot = _locked(ShmSlot(path), header.fill, order.world)
+                slot = _locked(ShmSlot(path), header.write_id, order.world)
                 if slot is not None:
                     held.append(slot)
                     missing.discard(header.rank)
@@ -90,14 +90,14 @@ def lock_slots(order: WriteRequest) -> tuple[list[OpenSlot], set[int]]:
     return sorted(held, key=lambda one: one.share.rank), missing
 
 
-def _locked(slot: ShmSlot, fill: str, world: int) -> OpenSlot | None:
+def _locked(slot: ShmSlot, write_id: str, world: int) -> OpenSlot | None:
     """Lock one slot and read its tables; None if it is being filled or was filled again.
 
     The slot is closed if it is not returned.
 
     Args:
         slot: the slot, which is not locked yet.
-        fill: ``fill`` in the header of the slot that is wanted.
+        write_id: ``write_id`` in the header of the slot that is wanted.
         world: expected world size.
 
     Raises:
@@ -106,7 +106,7 @@ def _locked(slot: ShmSlot, fill: str, world: int) -> OpenSlot | None:
     """
     try:
         now = slot.header() if slot.lock(shared=True) else None
-        if now is None or now.fill != fill:
+        if now is None or now.write_id != write_id:
             slot.close()
             return None
         found = contents(slot)

@@ -11,7 +11,7 @@ one is being filled, and one may be held by a slow upload. The layout of a slot 
 The header is written last. If a writer is killed, its slot therefore counts as empty. A writer
 holds an exclusive lock (flock) while it fills a slot. A reader whose slot must not be overwritten
 holds a shared lock. The kernel releases both locks when their process dies. Other readers take no
-lock; they compare the ``fill`` of the header before and after they read.
+lock; they compare the ``write_id`` of the header before and after they read.
 """
 
 import contextlib
@@ -317,7 +317,8 @@ class ShmSlot:
     ) -> SlotHeader:
         """Write the tables behind the tensors and then the header, which makes the slot valid.
 
-        The caller holds the exclusive lock, which is kept. The header gets a new random ``fill``.
+        The caller holds the exclusive lock, which is kept. The header gets a new random
+        ``write_id``.
 
         Args:
             layout: the encoded :class:`Layout`.
@@ -343,7 +344,7 @@ class ShmSlot:
             end += len(part)
         header = SlotHeader(
             **fields,  # type: ignore[arg-type]
-            fill=secrets.token_hex(8),
+            write_id=secrets.token_hex(8),
             size=end,
             objects=regions[0],
             table=regions[1],
@@ -367,7 +368,7 @@ class ShmSlot:
         view[: HEADER_STRUCT.size] = HEADER_STRUCT.pack(_MAGIC, len(text), digest(text))
         os.utime(self.fd)  # a write to mapped memory does not change the mtime (STALE_S)
 
-    def amend(self, old: SlotHeader, new: SlotHeader) -> bool:
+    def update_header(self, old: SlotHeader, new: SlotHeader) -> bool:
         """Replace the header of a slot if it still holds the expected one.
 
         The slot must be open for writing. Other processes may read it meanwhile, because only the

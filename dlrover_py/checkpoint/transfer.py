@@ -331,7 +331,7 @@ class TransferConnection:
 
         Args:
             name: name of the slot.
-            write_id: ``fill`` in the header of the slot that is wanted.
+            write_id: ``write_id`` in the header of the slot that is wanted.
 
         Raises:
             SlotOverwrittenError: the slot has been filled again, or does not exist.
@@ -340,7 +340,7 @@ class TransferConnection:
             CheckpointError: a request was refused, or the answer is not understood.
         """
         found = dict(self.slots()).get(name)
-        if found is None or found.fill != write_id:
+        if found is None or found.write_id != write_id:
             raise SlotOverwrittenError(
                 f"{name} of {self.where}: the slot now holds another checkpoint"
             )
@@ -363,7 +363,7 @@ class TransferConnection:
 
         Args:
             name: name of the slot.
-            write_id: ``fill`` in the header of the slot that is wanted.
+            write_id: ``write_id`` in the header of the slot that is wanted.
             position: offset of the first byte in the slot.
             target: writable, contiguous memory of the size that is wanted.
             pin: keep writers from taking the slot meanwhile, for at most half a minute.
@@ -395,7 +395,7 @@ class TransferConnection:
 
         Args:
             name: name of the slot.
-            write_id: ``fill`` in the header of the slot that is wanted.
+            write_id: ``write_id`` in the header of the slot that is wanted.
             wanted: offset in the slot and target of each range.
             pin: keep writers from taking the slot meanwhile, for at most half a minute.
             arrived: called after each chunk with the number of bytes received.
@@ -423,7 +423,7 @@ class TransferConnection:
                 target = target.cast("B")
                 in_flight.append(target)
                 request = BytesRequest(
-                    name=name, fill=write_id, at=position, nbytes=len(target), pin=pin
+                    name=name, write_id=write_id, at=position, nbytes=len(target), pin=pin
                 )
                 self._send(request.encode())
             if not in_flight:
@@ -548,7 +548,9 @@ class TransferConnection:
         text = f"{self.where}: {reply.error}"
         if reply.code == RefusalCode.OVERTAKEN:
             raise SlotOverwrittenError(text)
-        raise TransientError(text) if reply.code == RefusalCode.TROUBLE else CheckpointError(text)
+        raise (
+            TransientError(text) if reply.code == RefusalCode.RETRY_LATER else CheckpointError(text)
+        )
 
     def _send(self, request: bytes) -> None:
         """Send a line with a request without waiting for its reply."""
@@ -671,7 +673,7 @@ class _RemoteSlot:
         while len(data) < region.nbytes:  # allocates only for bytes that have arrived
             part = bytearray(min(TABLE_PART, region.nbytes - len(data)))
             offset = region.at + len(data)
-            self._connection.read_into(self._name, self._header.fill, offset, memoryview(part))
+            self._connection.read_into(self._name, self._header.write_id, offset, memoryview(part))
             data += part
         if shm.digest(data) != region.xxh3:
             problem = f"the bytes at {region.at} are not those that were written"

@@ -115,10 +115,11 @@ class PodLogs:
             await self._print(pod, follow=False)
 
     async def tail(self) -> list[str]:
-        """Return the newest lines of the selected Pods that have started, each with its node.
+        """Return the newest lines of the selected Pods that have started.
 
-        They are at most ``TAIL_LINES`` lines, of ``TAIL_PODS`` Pods. Logs that do not exist, or no
-        longer, are left out.
+        Each line begins with the id of its node. There are at most ``TAIL_LINES`` lines of all Pods
+        together. Only the first ``TAIL_PODS`` Pods are read: those that run come first. A Pod
+        without a log, or whose log is gone, is left out.
 
         Raises:
             KubeError: the API server refuses a call, or does not answer.

@@ -102,10 +102,10 @@ class WatchState:
     def failed(self, error: KubeError) -> float:
         """Note a failure of the watch; return the seconds to wait before the next attempt.
 
-        An error is reported only if it differs from the last one in its class or its codes. A watch
-        that the server had accepted, and whose connection breaks, counts as ended: no error is
-        reported. The delay after a ThrottledError is at least the one that the server has asked
-        for.
+        The caller's ``on_error`` gets the error only if it differs from the last one in its class,
+        its HTTP status or its reason. A connection that breaks after the server has accepted the
+        watch is no failure: the result is that of :meth:`ended`. The seconds after a
+        ThrottledError are at least those that the server has asked for.
         """
         if self._since is not None and isinstance(error, ServerDownError) and not error.status:
             return self.ended()  # an error only if no new connection works

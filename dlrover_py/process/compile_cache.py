@@ -222,7 +222,11 @@ class CompileCache:
         return base
 
     def _remove(self, base: int, key: str) -> bool:
-        """Remove a folder; return False if a run uses it.
+        """Remove a folder; return False if a run of a job uses it.
+
+        Args:
+            base: File descriptor of the folder that contains it.
+            key: Name of the folder.
 
         Raises:
             NotOwnedError: Another user can change the folder.

@@ -209,7 +209,7 @@ class SlotHeader:
     """Rank of the worker in the round."""
     part: Annotated[str, Field(max_length=DIGEST)]
     """Shard group: the digest of :meth:`Layout.part`, equal for ranks with copies of the same."""
-    fill: str
+    write_id: str
     """Random value, new for each filling; by it, a lock-free reader detects an overwritten slot."""
     size: Size
     """Size in bytes of all contents of the slot."""

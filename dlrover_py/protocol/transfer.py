@@ -23,8 +23,8 @@ Hex = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 """A nonce or a proof: 32 bytes in hexadecimal digits."""
 SlotName = Annotated[str, StringConstraints(pattern=r"^(peer-)?[0-9]{1,9}\.[0-9]$")]
 """Name of a slot."""
-Fill = Annotated[str, StringConstraints(max_length=64)]
-"""``fill`` in the header of a slot: it names one filling of the slot."""
+WriteId = Annotated[str, StringConstraints(max_length=64)]
+"""``write_id`` in the header of a slot: it names one filling of the slot."""
 
 
 class TransferMessage(Wire):
@@ -81,7 +81,7 @@ class BytesRequest(VersionedMessage):
     op: Literal["get"] = "get"
     name: SlotName
     """Name of the slot."""
-    fill: Fill
+    write_id: WriteId
     """The filling that is meant: the request is refused if the slot has another one."""
     at: Size
     """Offset of the first byte in the slot."""
@@ -137,7 +137,7 @@ class RefusalCode(StrEnum):
 
     OVERTAKEN = "overtaken"  # the slot has been filled again
     REFUSED = "refused"  # the request will never be answered
-    TROUBLE = "trouble"  # the request may be repeated
+    RETRY_LATER = "retry later"  # the request may be repeated
 
 
 class TransferReply(TransferMessage):

@@ -257,12 +257,14 @@ class IncomingCopies:
     def progress(
         self, primary: str, term: int, compared: ComparedBucket
     ) -> CopyProgress | LackedBucket:
-        """Return how much there is of a copy, or that a part of it is lost or there is none.
+        """Return how many parts of a copy have come, or that the copy must be sent anew.
+
+        It must be sent anew if a part of it was lost, or none has come. Nothing is changed.
 
         Args:
             primary: The server that sends the copy.
-            term: Its term.
-            compared: What it has sent before. All of that has come, as far as it is not lost.
+            term: The term of that server as the primary of the bucket.
+            compared: The copy, and how many parts that server has sent before this request.
         """
         bucket = compared.mark[0]
         known = self._copies.get(bucket)

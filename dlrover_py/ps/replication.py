@@ -416,8 +416,8 @@ class Replica:
                 continue
             # A learner may become the primary without a failure: it is waited for in any case.
             placement = self._placement(bucket)
-            spared = set(placement.backups) - {placement.learner} if at_once else ()
-            safe = _copied(state, spared)
+            left_out = set(placement.backups) - {placement.learner} if at_once else ()
+            safe = _copied(state, left_out)
             while state.waiting and state.waiting[0][0] <= safe:
                 _, route, seq = state.waiting.popleft()
                 done[route, seq].append(bucket)
@@ -605,10 +605,10 @@ def _fault(request: Push | Pull, current: ClusterMap) -> str:
     return ""
 
 
-def _copied(state: _Bucket, spared: Collection[str]) -> int:
+def _copied(state: _Bucket, left_out: Collection[str]) -> int:
     """Return the newest version of a bucket that each required follower has, except for some."""
     known = [
-        one.held for name, one in state.followers.items() if one.required and name not in spared
+        one.held for name, one in state.followers.items() if one.required and name not in left_out
     ]
     return min([state.version, *known])
 

@@ -424,7 +424,7 @@ class Checkpointer:
         if step <= self._last_due_step:  # the training went back or repeats it: a new checkpoint
             self._claim.begin_timeline()
         self._last_due_step = step
-        now = self._schedule.begun(step, flagged=persist)
+        now = self._schedule.begun(step, persist_requested=persist)
         attempt = SaveAttempt(self._claim.id_of(context.round, step), persist, now, forced)
         self._votes.attempts.append(attempt)
         return attempt
@@ -437,7 +437,7 @@ class Checkpointer:
         """
         base = RankVote()
         if context.rank == 0:
-            since = None if self._votes.flagged else self._storage.writing_since
+            since = None if self._votes.persist_requested else self._storage.writing_since
             base = self._schedule.says(busy_since=since)
         return self._votes.mine(
             base,
@@ -494,7 +494,7 @@ class Checkpointer:
         context.stager.wait()
         void = {one.id for one in self._votes.attempts}
         # Slots of other jobs are ignored.
-        context.amend(lambda s: replace(s, job="", persist=False) if s.id in void else s)
+        context.update_headers(lambda s: replace(s, job="", persist=False) if s.id in void else s)
         self._votes.attempts.clear()
 
     def _finish_saves(self, context: WorkerContext) -> None:
@@ -510,7 +510,7 @@ class Checkpointer:
         context.stager.wait()
         try:
             self._finish_vote(context, DRAIN_S)
-            if self._votes.flagged:  # decide whether it is written to storage
+            if self._votes.persist_requested:  # decide whether it is written to storage
                 self._calls.check_in_again(DRAIN_S)
                 self._start_vote(context)
                 self._finish_vote(context, DRAIN_S)
@@ -536,16 +536,19 @@ class Checkpointer:
         if one.staging is not None:
             self.stats.ended(sealed=one.staging.header is not None, why=one.staging.why)
         if complete:
-            self._newest_complete, self._newest_unstored = one.id, None if one.flagged else one.id
+            self._newest_complete, self._newest_unstored = (
+                one.id,
+                None if one.persist_requested else one.id,
+            )
             context.tidy()
-            if one.flagged:
+            if one.persist_requested:
                 self._storage.begin(context, one.id, one.began)
             return
-        if context.rank == 0 and (one.forced or one.flagged):
-            self._notices.warn_incomplete(one.id.step, unstored=one.flagged)
+        if context.rank == 0 and (one.forced or one.persist_requested):
+            self._notices.warn_incomplete(one.id.step, unstored=one.persist_requested)
         self._replicas.missed(context, one.id)
-        if one.flagged:
-            context.amend(lambda s: replace(s, persist=False) if s.id == one.id else s)
+        if one.persist_requested:
+            context.update_headers(lambda s: replace(s, persist=False) if s.id == one.id else s)
             self._schedule.again = True
 
     # --- A load ---
@@ -565,7 +568,7 @@ class Checkpointer:
         self._starter.goes_on |= found is not None
         self.replica_check.good = 0 if found is None else found.step
         if found is not None and self.settings.rejected:  # they would keep their slots
-            context.amend(lambda s: replace(s, persist=False) if s.id > found.id else s)
+            context.update_headers(lambda s: replace(s, persist=False) if s.id > found.id else s)
         self._votes.attempts.clear()
         self._storage.ordered = self._newest_unstored = None
         self._replicas.loaded(context, found.id if found is not None and found.memory else None)
@@ -610,7 +613,7 @@ class Checkpointer:
 
         The latter is a save that is to go there and whose outcome is still undecided.
         """
-        return self._votes.flagged or self._storage.is_busy(context)
+        return self._votes.persist_requested or self._storage.is_busy(context)
 
     def _wait(self, context: WorkerContext, persisted: bool, timeout_s: float | None) -> bool:
         """Wait for the copy of this rank, or for the checkpoint that must go to storage.

@@ -241,7 +241,7 @@ class WorkerContext:
         name = f"{self.job} {one.step} {one.round} {one.timeline}"
         return f"{shm.digest(name.encode()):016x}"
 
-    def amend(self, change: Callable[[SlotHeader], SlotHeader]) -> None:
+    def update_headers(self, change: Callable[[SlotHeader], SlotHeader]) -> None:
         """Change the headers of this rank's own slots; a header that stays equal is not written.
 
         While another process writes a header, this is repeated for about a second. After that the

@@ -217,4 +217,4 @@ class ReplicaTracker:
         def change(header: SlotHeader) -> SlotHeader:
             return header if header.id in marked else replace(header, copy=False, copied=False)
 
-        context.amend(change)
+        context.update_headers(change)

@@ -280,7 +280,7 @@ def _read_from_peer(tasks: list[_CopyTask]) -> None:
     try:
         with source.turn:
             read = source.link.read_all(
-                source.name, source.fill, ranges, pin=True, arrived=lambda n: digests[0].more(n)
+                source.name, source.write_id, ranges, pin=True, arrived=lambda n: digests[0].more(n)
             )
             for job, _ in zip(tasks, read, strict=True):
                 intact = digests.popleft().xxh3 == job.places[job.tried].xxh3

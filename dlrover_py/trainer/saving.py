@@ -126,7 +126,7 @@ class SaveStarter:
                     flat.leaves,
                     objects,
                     timeline=attempt.id.timeline,
-                    persist=attempt.flagged,
+                    persist=attempt.persist_requested,
                     metric=metric,
                     certified=attempt.certified,
                     copy=copy,

@@ -225,10 +225,10 @@ class SaveSchedule:
             due = vote.persist > 0
         return (due or self.again) and (not vote.busy or vote.persist == 2)
 
-    def begun(self, step: int, *, flagged: bool) -> float:
+    def begun(self, step: int, *, persist_requested: bool) -> float:
         """Record that a save was due, and whether it goes to storage. Return the time."""
         now = self._saved_at = self._clock()
-        if flagged:
+        if persist_requested:
             self._persist_due_since, self._persist_step, self.again = now, step, False
         return now
 

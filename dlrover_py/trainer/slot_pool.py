@@ -65,7 +65,7 @@ class SlotPool:
         because that makes a load faster."""
         self.lock = threading.Lock()
         """Held while slots are enlarged, populated ahead of a save, added or removed."""
-        self._extra = extra
+        self._extra_path = extra
         self._unfilled = set(self.slots)
         """Slots that this stager has not filled yet. They may hold larger shards of a smaller
         world."""
@@ -79,12 +79,12 @@ class SlotPool:
     @property
     def has_extra_slot(self) -> bool:
         """Whether the further slot is one of the slots."""
-        return self._extra is not None and self._extra == self.slots[-1].path
+        return self._extra_path is not None and self._extra_path == self.slots[-1].path
 
     @property
     def may_add_extra_slot(self) -> bool:
         """Whether there is a further slot that is not one of the slots."""
-        return self._extra is not None and not self.has_extra_slot
+        return self._extra_path is not None and not self.has_extra_slot
 
     def grow(self) -> bool:
         """Add the further slot, unless it is there. Return whether it is one of the slots now.
@@ -93,25 +93,28 @@ class SlotPool:
         enough memory. In the latter case a warning is logged, its file is removed, and it is never
         added again. An OSError is raised if its file cannot be opened.
         """
-        if self._extra is None:
+        if self._extra_path is None:
             return False
         if self.has_extra_slot:
             return True
         need = max(slot.size for slot in self.slots) + shm.OBJECT_HEADROOM * (len(self.slots) + 1)
-        slot = ShmSlot(self._extra, write=True)
+        slot = ShmSlot(self._extra_path, write=True)
         with self.lock:
             self.slots.append(slot)
             self._unfilled.add(slot)
             if self._populated:
                 self._populated.append(0)
-        return need - slot.size <= shm.headroom(self._extra.parent) or not self._remove_extra_slot()
+        return (
+            need - slot.size <= shm.headroom(self._extra_path.parent)
+            or not self._remove_extra_slot()
+        )
 
     def _remove_extra_slot(self) -> bool:
         """Remove the further slot and its file, for lack of memory. Return False if there is none.
 
         A warning is logged, and it is never added again.
         """
-        if self._extra is None or not self.has_extra_slot:
+        if self._extra_path is None or not self.has_extra_slot:
             return False
         with self.lock:
             slot = self.slots.pop()
@@ -119,8 +122,8 @@ class SlotPool:
             if slot in self._pinned:
                 self._unpin(slot)
             slot.close()
-        self._extra.unlink(missing_ok=True)
-        self._extra = None
+        self._extra_path.unlink(missing_ok=True)
+        self._extra_path = None
         log.warning(
             "no memory for the extra slot that keeps a checkpoint until the peers have copied it: "
             "after the loss of a node, the shards in memory may be of different steps"
@@ -180,17 +183,17 @@ class SlotPool:
                 "larger tmpfs"
             ) from error
 
-    def take(self, spared: Collection[CheckpointId]) -> ShmSlot | None:
+    def take(self, protected: Collection[CheckpointId]) -> ShmSlot | None:
         """Lock and return the best slot that may be filled; None if there is none now.
 
         A slot that another process has locked is passed over without waiting.
         """
-        for index in fillable_slots(self.found(), spared):
+        for index in fillable_slots(self.found(), protected):
             slot = self.slots[index]
             if not slot.lock(shared=False):
                 continue
             now = slot.header()  # another process may just have rewritten its header
-            if now is None or now.id not in spared:
+            if now is None or now.id not in protected:
                 return slot
             slot.unlock()
         return None

@@ -220,7 +220,7 @@ class PeerSource:
     Args:
         connection: the connection to the transfer server.
         name: the name of the slot.
-        write_id: the ``fill`` in the header of the slot, which is new each time the slot is filled.
+        write_id: that of the header of the slot, which is new each time the slot is filled.
         lock: held while the connection is used. All sources of one connection share it.
     """
 
@@ -233,7 +233,7 @@ class PeerSource:
         write_id: str,
         lock: threading.Lock,
     ) -> None:
-        self.link, self.name, self.fill, self.turn = connection, name, write_id, lock
+        self.link, self.name, self.write_id, self.turn = connection, name, write_id, lock
         self.where = f"{name} of the {connection.where}"
         with lock:
             self.contents = connection.contents(name, write_id)
@@ -250,7 +250,7 @@ class PeerSource:
             target: the memory to be filled.
         """
         with self.turn:
-            self.link.read_into(self.name, self.fill, position, target, pin=True)
+            self.link.read_into(self.name, self.write_id, position, target, pin=True)
 
 
 class StorageSource:
@@ -475,7 +475,7 @@ class OpenCandidate:
         there = [(name, s) for name, s in connection.slots() if self._matches(s)]
         needed = [(n, s) for n, s in there if self._lacks(s.rank, s.part, s.private_only)]
         for name, header in needed or there:
-            _add_contents(self.catalog, PeerSource(connection, name, header.fill, lock))
+            _add_contents(self.catalog, PeerSource(connection, name, header.write_id, lock))
             if not header.private_only:
                 self._shard_groups.add(header.part)
             self._ranks.add(header.rank)

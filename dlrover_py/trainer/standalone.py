@@ -82,7 +82,7 @@ def update_headers(
         new = header if only is not None and path.name not in only else change(header)
         if new != header:
             with contextlib.suppress(OSError), ShmSlot(path, write=True) as slot:
-                done = slot.amend(header, new) and done
+                done = slot.update_header(header, new) and done
     return done
 
 

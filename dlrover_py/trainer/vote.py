@@ -112,7 +112,7 @@ class SaveAttempt:
     """
 
     id: CheckpointId
-    flagged: bool
+    persist_requested: bool
     """The save is to go to storage."""
     began: float
     """When it began, by the clock of the checkpointer."""
@@ -165,9 +165,9 @@ class SaveVotes:
         """Waits for the result of the vote of the previous call; None if there is none."""
 
     @property
-    def flagged(self) -> bool:
+    def persist_requested(self) -> bool:
         """Whether one of the undecided saves is to go to storage."""
-        return any(one.flagged for one in self.attempts)
+        return any(one.persist_requested for one in self.attempts)
 
     def newest_sealed(self) -> CheckpointId | None:
         """Return the newest undecided save that this rank has sealed; None if there is none."""

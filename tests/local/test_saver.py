@@ -87,10 +87,10 @@ async def test_an_order_fails_with_its_persister_and_the_next_starts_another() -
     failed = await heard.until(lambda a: a.phase is PersistPhase.FAILED)
     assert failed.attempt == "a1"
     assert "code 3" in failed.why
-    assert "code 3" in heard.persister.trouble
+    assert "code 3" in heard.persister.last_error
     heard.persister.say(order("a2"))
     await heard.until(lambda a: a.attempt == "a2" and a.phase is PersistPhase.WRITING)
-    assert heard.persister.trouble == ""
+    assert heard.persister.last_error == ""
     await heard.persister.close()
 
 
@@ -154,6 +154,6 @@ async def test_of_a_persisters_words_those_that_make_sense_are_taken(tmp_path: P
         while desk.saver.facts()["stored"] is None:
             await asyncio.sleep(0.01)
     assert desk.saver.facts()["stored"].where == "/c"
-    assert not persister.trouble
+    assert not persister.last_error
     await persister.close()
     await desk.saver.close()

@@ -86,7 +86,7 @@ def headers(draw: st.DrawFn) -> SlotHeader:
         world=world,
         rank=draw(st.integers(0, world - 1)),
         part=draw(st.text(max_size=32)),
-        fill=draw(st.text(max_size=9)),
+        write_id=draw(st.text(max_size=9)),
         size=size,
         private_offset=draw(SIZES),
         table=region(),
@@ -166,7 +166,7 @@ def test_a_manifest_is_read_as_it_was_written(manifest: Manifest) -> None:
 
 HEADER = {
     "job": "j", "step": 1, "round": 1, "timeline": 0, "world": 1, "rank": 0, "part": "p",
-    "fill": "f", "size": 9, "private_offset": 0, "format": 1,
+    "write_id": "f", "size": 9, "private_offset": 0, "format": 1,
     "table": {"at": 0, "nbytes": 2, "xxh3": 0},
     "digests": {"at": 2, "nbytes": 0, "xxh3": 0},
     "objects": {"at": 2, "nbytes": 7, "xxh3": 0},

@@ -207,7 +207,7 @@ def metadata(data: bytes) -> None:
 
 SUMMARY: dict[str, Any] = {
     "job": "j", "step": 1, "round": 1, "timeline": 0, "world": 1, "rank": 0, "part": "p",
-    "fill": "f", "size": PAGE + 64, "private_offset": PAGE, "format": 1, "metric": 0.5,
+    "write_id": "f", "size": PAGE + 64, "private_offset": PAGE, "format": 1, "metric": 0.5,
     "table": {"at": PAGE, "nbytes": 2, "xxh3": 0},
     "digests": {"at": PAGE + 2, "nbytes": 0, "xxh3": 0},
     "objects": {"at": PAGE + 2, "nbytes": 20, "xxh3": 0},
@@ -273,7 +273,7 @@ ZYGOTE = coded(
     {"socket": 1, "agent": 1, "recipe": [["env", "a", None]], "per_rank": ["RANK"]},
 )
 ANSWERS = [
-    told(coded([["0.0", SUMMARY | {"fill": "f"}]])[0]),
+    told(coded([["0.0", SUMMARY | {"write_id": "f"}]])[0]),
     told(b"x" * 9),
     *(
         told(document)

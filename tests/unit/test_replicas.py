@@ -45,7 +45,7 @@ def header(
         world=4,
         rank=rank,
         part=part or f"p{rank}",
-        fill=f"{rank}-{round}-{timeline}-{step}",
+        write_id=f"{rank}-{round}-{timeline}-{step}",
         size=1000,
         private_offset=500,
         table=NOTHING,

@@ -169,7 +169,7 @@ async def test_memory_that_another_user_may_have_prepared_is_not_used(tmp_path: 
     (tmp_path / "elsewhere").mkdir()
     Path(desk.root, f"{POOL_PREFIX}{JOB}-n0").symlink_to(tmp_path / "elsewhere")
     desk = Desk(tmp_path)
-    assert "it is a link; expected a folder that belongs to you" in desk.saver.trouble
+    assert "it is a link; expected a folder that belongs to you" in desk.saver.last_error
     assert "DLROVER_SHM_POOL" not in desk.saver.environment()
     await desk.saver.close()
     assert list((tmp_path / "elsewhere").iterdir()) == []
@@ -218,7 +218,7 @@ async def test_what_a_killed_agent_held_is_found_by_the_next(tmp_path: Path) -> 
     assert first.saver.path is not None
     slot(first.saver.path, "0.0", 0, 5)
     second = Desk(tmp_path)
-    assert "held by a running process" in second.saver.trouble
+    assert "held by a running process" in second.saver.last_error
     await second.saver.close()
     first.saver.lose_pool()
     await first.saver.close()

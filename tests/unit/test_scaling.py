@@ -15,11 +15,11 @@ from dlrover_py.master.core.scaling import (
     WAITS,
     Ban,
     Move,
+    PendingChange,
     Sample,
     ScalingRecord,
     Trial,
     View,
-    Wish,
     decide,
     spare_wait_s,
 )
@@ -59,7 +59,7 @@ class Run:
     room: int | None = None
     remaining: float | None = None
     record: ScalingRecord = field(default_factory=ScalingRecord)
-    wish: Wish = field(default_factory=Wish)
+    wish: PendingChange = field(default_factory=PendingChange)
     reasons: list[str] = field(default_factory=list)
     sizes_taken: list[tuple[float, int]] = field(default_factory=list)
 
@@ -175,8 +175,8 @@ def test_wild_measurements_change_the_size_no_more_often_than_allowed(
 def test_a_size_that_is_not_allowed_is_left() -> None:
     record = ScalingRecord(target=7)
     view = Run(law(0.1), [2, 4, 8], record=record).view()
-    assert decide(record, view, Wish()).target == 4
-    assert decide(record, replace(view, target=1), Wish()).target == 2
+    assert decide(record, view, PendingChange()).target == 4
+    assert decide(record, replace(view, target=1), PendingChange()).target == 2
 
 
 def test_reasons_say_what_is_gained() -> None:
@@ -271,7 +271,7 @@ def test_without_a_smaller_allowed_size_no_time_is_named_for_lost_nodes() -> Non
     record = ScalingRecord(target=4)
     record.observe(3, 4, NOW)
     view = replace(Run(law(0.0), [4, 8], record=record).view(), size=3, now=NOW + 1e4)
-    found = decide(record, view, Wish())
+    found = decide(record, view, PendingChange())
     assert (found.target, found.reason) == (4, "3 of 4 nodes train")
     assert found.again_at == math.inf
 
@@ -311,24 +311,24 @@ def test_one_node_more_or_less_is_told_in_the_singular() -> None:
     record = ScalingRecord(target=5, trial=Trial(4, 5, NOW))
     record.samples = {4: Sample(10.0, NOW - 60, 0.03), 5: Sample(9.9, NOW + 60, 0.03)}
     view = Run(law(0.0), [4, 5], record=record, now=NOW + 60).view()
-    unclear = decide(record, view, Wish())
+    unclear = decide(record, view, PendingChange())
     assert unclear.reason.startswith("whether 1 more node is worth it is not clear yet: ")
-    back = decide(record, replace(view, now=unclear.again_at), Wish())
+    back = decide(record, replace(view, now=unclear.again_at), PendingChange())
     assert back.reason == "5→4: 1 more node added -1 %"
     record.trial = None
-    fewer = decide(record, view, Wish(4, NOW - 1e4))
+    fewer = decide(record, view, PendingChange(4, NOW - 1e4))
     assert fewer.reason == "5→4: 1 node adds -1 %"
 
 
 def test_a_global_batch_that_is_too_small_for_more_nodes_is_the_reason() -> None:
     record = ScalingRecord(target=4, samples={4: Sample(10.0, NOW)})
     view = Run(law(0.0), [4, 8], record=record).view()
-    found = decide(record, replace(view, most=7), Wish())
+    found = decide(record, replace(view, most=7), PendingChange())
     assert found.reason == (
         "not scaled: the global batch has no samples for the workers of more nodes"
     )
     record.bans[8] = Ban(NOW + 60)
-    found = decide(record, replace(view, most=8), Wish())
+    found = decide(record, replace(view, most=8), PendingChange())
     assert found.reason.endswith("are not tried again for a while")
 
 
@@ -396,7 +396,7 @@ def test_a_deadline_needs_a_total() -> None:
 
 def test_a_script_without_steps_is_not_scaled() -> None:
     view = replace(Run(law(0.0), [2, 4]).view(), stepped=False)
-    answer = decide(ScalingRecord(target=2), view, Wish())
+    answer = decide(ScalingRecord(target=2), view, PendingChange())
     assert answer.why is ConditionReason.NO_PROGRESS
 
 
@@ -448,7 +448,7 @@ def test_any_record_and_any_clock_give_an_allowed_size(
         room=room,
         remaining=remaining,
     )
-    decision = decide(record, view, Wish())
+    decision = decide(record, view, PendingChange())
     assert decision.target in sizes
     assert decision.again_at > now
     assert decision.reason

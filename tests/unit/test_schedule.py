@@ -64,7 +64,7 @@ def test_what_was_missed_goes_to_storage_with_the_next_save() -> None:
     assert not due.persist_due(2, RankVote(busy=1), forced=False)
     assert due.persist_due(2, RankVote(busy=1, persist=2), forced=False)
     assert due.persist_due(2, RankVote(busy=1), forced=True)
-    due.begun(2, flagged=True)
+    due.begun(2, persist_requested=True)
     assert not due.persist_due(3, NONE, forced=False)
     assert not schedule(stores=False)[0].persist_due(2, RankVote(persist=1), forced=True)
 
@@ -76,7 +76,7 @@ def test_rank_0_votes_by_its_clock() -> None:
     assert due.says(busy_since=None) == RankVote(save=1)
     clock.now += FIRST_PERSIST_S - 10
     assert due.says(busy_since=None) == RankVote(save=1, persist=1)
-    due.begun(1, flagged=True)
+    due.begun(1, persist_requested=True)
     clock.now += 59
     assert due.says(busy_since=None).persist == 0
     assert due.says(busy_since=clock.now - 4000).persist == 2
@@ -121,12 +121,12 @@ def test_a_vote_decides_the_oldest_save() -> None:
     votes.attempts += [SaveAttempt(ids[0], True, 0.0, missed=True), SaveAttempt(ids[1], False, 0.0)]
     mine = votes.mine(NONE, call=0, busy=False, uncopied=0, stop=False)
     assert mine.outcome == SaveOutcome.MISSED
-    assert votes.flagged
+    assert votes.persist_requested
     votes.launch(Ballot(), mine)
     decided = votes.decide(votes.result(None))
     assert decided is not None
     assert decided.id == ids[0]
-    assert not votes.flagged
+    assert not votes.persist_requested
     mine = votes.mine(NONE, call=0, busy=False, uncopied=0, stop=True)
     assert votes.decide(mine) is None  # the other one is under way
     assert votes.stop

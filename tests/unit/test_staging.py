@@ -541,7 +541,7 @@ def test_slots_that_are_needed_or_read_are_spared(
 
 def test_choice() -> None:
     def held(step: int, *, persist: bool = False, round_: int = 1, timeline: int = 0) -> SlotHeader:
-        facts: dict[str, Any] = {"job": "j", "world": 1, "rank": 0, "part": "", "fill": ""}
+        facts: dict[str, Any] = {"job": "j", "world": 1, "rank": 0, "part": "", "write_id": ""}
         region = SlotRegion(0, 0, 0)
         return SlotHeader(
             step=Step(step), round=Round(round_), timeline=Timeline(timeline), persist=persist,

@@ -207,15 +207,15 @@ async def test_a_slot_is_read_as_it_was_written(depot: Running, local: bool) -> 
     def work() -> None:
         with TransferConnection.local(depot.path) if local else depot.dial() as link:
             assert link.slots() == [("0.0", header)]
-            found = link.contents("0.0", header.fill)
+            found = link.contents("0.0", header.write_id)
             with ShmSlot(depot.folder / "0.0") as slot:
                 assert found == replaced(shm.contents(slot), found)
             targets = [(at, memoryview(bytearray(chunk.nbytes))) for chunk, at in found.layout]
             told: list[int] = []
-            parts = link.read_all("0.0", header.fill, targets, arrived=told.append)
+            parts = link.read_all("0.0", header.write_id, targets, arrived=told.append)
             assert tuple(map(shm.digest, parts)) == found.digests
             assert sum(told) == sum(len(target) for _, target in targets)
-            link.read_into("0.0", header.fill, 0, memoryview(bytearray()))
+            link.read_into("0.0", header.write_id, 0, memoryview(bytearray()))
 
     await doing(work)
 
@@ -289,7 +289,7 @@ HELLO = {"hello": bytes(NONCE).hex()}
     "said",
     [
         line({"op": "list"}),
-        line({"op": "get", "name": "0.0", "fill": "f", "at": 0, "nbytes": 1}),
+        line({"op": "get", "name": "0.0", "write_id": "f", "at": 0, "nbytes": 1}),
         line({"proof": "0" * 64}),
         line({"hello": "00"}),
         line({"hello": "x" * 2 * NONCE}),
@@ -418,7 +418,7 @@ async def test_no_name_leads_out_of_the_pool(depot: Running, name: object) -> No
 
     def work() -> None:
         with depot.dial() as link:
-            ask = {"op": "get", "name": name, "fill": "", "at": 0, "nbytes": 1}
+            ask = {"op": "get", "name": name, "write_id": "", "at": 0, "nbytes": 1}
             with pytest.raises(CheckpointError, match="name"):
                 link.say(line(ask))
 
@@ -463,7 +463,13 @@ async def test_only_what_was_sealed_is_given(depot: Running, at: object, nbytes:
 
     def work() -> None:
         with depot.dial() as link:
-            ask = {"op": "get", "name": "0.0", "fill": header.fill, "at": at, "nbytes": nbytes}
+            ask = {
+                "op": "get",
+                "name": "0.0",
+                "write_id": header.write_id,
+                "at": at,
+                "nbytes": nbytes,
+            }
             with pytest.raises(CheckpointError, match=r"expected a range in|its get.at: "):
                 link.say(line(ask))
 
@@ -477,12 +483,16 @@ async def test_what_is_not_there_is_told_apart_from_what_is_wrong(depot: Running
 
     def work() -> None:
         with depot.dial() as link:
-            for name, fill in (("0.0", "old"), ("0.1", header.fill), ("1.0", alien.fill)):
+            for name, write_id in (
+                ("0.0", "old"),
+                ("0.1", header.write_id),
+                ("1.0", alien.write_id),
+            ):
                 with pytest.raises(SlotOverwrittenError):
-                    link.read_into(name, fill, 0, target)
+                    link.read_into(name, write_id, 0, target)
             with pytest.raises(SlotOverwrittenError):
                 link.contents("0.0", "old")
-            link.read_into("0.0", header.fill, PAGE, target)  # the connection is still good
+            link.read_into("0.0", header.write_id, PAGE, target)  # the connection is still good
 
     await doing(work)
 
@@ -502,7 +512,7 @@ async def test_a_slot_that_is_overtaken_while_it_is_read_is_told(depot: Running)
 
     def work() -> None:
         with depot.dial() as link, pytest.raises(SlotOverwrittenError, match="filled again"):
-            link.read_into("0.0", header.fill, PAGE, target, on_data=overtake)
+            link.read_into("0.0", header.write_id, PAGE, target, on_data=overtake)
 
     await doing(work)
     assert came == nbytes
@@ -525,7 +535,7 @@ async def test_a_pin_keeps_writers_away_for_a_while_only(depot: Running, kept: b
     def read(*, pin: bool) -> bool:
         seen.clear()
         with depot.dial() as link:
-            link.read_into("0.0", header.fill, PAGE, target, pin=pin, on_data=look)
+            link.read_into("0.0", header.write_id, PAGE, target, pin=pin, on_data=look)
         return seen[0]
 
     assert await doing(lambda: read(pin=False))
@@ -542,10 +552,10 @@ async def test_of_a_hollow_slot_only_what_is_there_is_given(depot: Running) -> N
 
     def work() -> None:
         with depot.dial() as link:
-            link.read_into("0.0", found.fill, found.private_offset, memoryview(bytearray(16)))
-            link.read_into("0.0", found.fill, 0, memoryview(bytearray(PAGE)))
+            link.read_into("0.0", found.write_id, found.private_offset, memoryview(bytearray(16)))
+            link.read_into("0.0", found.write_id, 0, memoryview(bytearray(PAGE)))
             with pytest.raises(CheckpointError, match="partial replica"):
-                link.read_into("0.0", found.fill, PAGE, memoryview(bytearray(16)))
+                link.read_into("0.0", found.write_id, PAGE, memoryview(bytearray(16)))
 
     await doing(work)
 
@@ -562,7 +572,9 @@ async def test_of_a_hollow_slot_only_what_is_there_is_given(depot: Running) -> N
             st.none() | st.integers() | st.text() | st.floats(),
             lambda inner: (
                 st.dictionaries(
-                    st.sampled_from(["op", "name", "fill", "at", "nbytes", "addr", "port", "x"]),
+                    st.sampled_from(
+                        ["op", "name", "write_id", "at", "nbytes", "addr", "port", "x"]
+                    ),
                     inner,
                 )
                 | st.lists(inner)
@@ -573,7 +585,7 @@ async def test_of_a_hollow_slot_only_what_is_there_is_given(depot: Running) -> N
             {"op": st.sampled_from(["get", "list", "connect", "locations", "candidates"])},
             optional={
                 key: st.one_of(st.text(max_size=20), st.integers(), st.just("0.0"))
-                for key in ("name", "fill", "at", "nbytes", "step", "round", "timeline", "pin")
+                for key in ("name", "write_id", "at", "nbytes", "step", "round", "timeline", "pin")
             },
         ).map(line),
     ),
@@ -666,7 +678,7 @@ def staged_for_a_read(depot: Running) -> tuple[SlotHeader, bytes]:
     """A slot of 64 MB, and the request for all of it."""
     nbytes = 64 << 20
     header = stage(depot.folder, nbytes=nbytes)
-    ask = {"op": "get", "name": "0.0", "fill": header.fill, "at": PAGE, "nbytes": nbytes}
+    ask = {"op": "get", "name": "0.0", "write_id": header.write_id, "at": PAGE, "nbytes": nbytes}
     return header, line(ask)
 
 
@@ -681,8 +693,8 @@ async def test_a_reader_that_stops_reading_costs_nobody_else(depot: Running) -> 
                 assert stuck.say(ask).nbytes == nbytes
             link = stack.enter_context(depot.dial())
             target = memoryview(bytearray(nbytes))
-            link.read_into("0.0", header.fill, PAGE, target)
-            found = link.contents("0.0", header.fill)
+            link.read_into("0.0", header.write_id, PAGE, target)
+            found = link.contents("0.0", header.write_id)
             assert shm.digest(target) == found.digests[0]
 
     await doing(work)
@@ -720,7 +732,7 @@ async def test_a_depot_that_dies_is_told_in_words(tmp_path: Path) -> None:
     with link, local:
         for one in (link, local):
             with pytest.raises(UnreachableError):
-                one.read_into("0.0", header.fill, 0, memoryview(bytearray(8)))
+                one.read_into("0.0", header.write_id, 0, memoryview(bytearray(8)))
     with pytest.raises(UnreachableError, match="transfer server at"):
         depot.dial()
     with pytest.raises(UnreachableError, match="agent's transfer server"):

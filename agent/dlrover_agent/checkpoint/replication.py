@@ -5,7 +5,7 @@ Example (as :mod:`dlrover_agent.checkpoint.saver` uses it)::
     replicas = Replicator(pool.path, job_uid, token, on_change=report_now, mb_per_s=…)
     task = asyncio.create_task(replicas.run())  # runs until it is cancelled
     replicas.follow(assignment.peer)            # with each assignment; None: replicate no peer
-    replicas.trouble                            # last error in one line; empty if all is well
+    replicas.last_error                         # last error in one line; empty if all is well
 
 :func:`dlrover_py.checkpoint.shm.scan` lists the replicas: slots ``peer-<rank>.<0..1>``.
 ``on_change`` is called in the event loop when the replicas or the last error change. A report
@@ -327,8 +327,8 @@ class Replicator:
         self._connection: TransferConnection | None = None
         self._change_count = self._overwritten_count = 0
         self._suspect_slot = ("", "")
-        """Name and fill id of a slot with a wrong checksum, which may have been overwritten."""
-        self.trouble = ""
+        """Name and write id of a slot with a wrong checksum, which may have been overwritten."""
+        self.last_error = ""
         """Why there are no newer replicas, in one line; empty if all is well."""
 
     def follow(self, peer: ReplicationPeer | None, wanted: CheckpointId | None = None) -> None:
@@ -362,11 +362,11 @@ class Replicator:
             self._bucket = TokenBucket(mb_per_s * 1e6, mb_per_s * 1e6 * BURST_S, time.monotonic())
 
     async def run(self) -> None:
-        """Copy newer checkpoints of the peer, until cancelled; errors are kept in ``trouble``.
+        """Copy newer checkpoints of the peer, until cancelled; errors are kept in ``last_error``.
 
         The peer is asked every ``poll_s`` seconds, and after errors with pauses of up to 30 s. An
         overwritten or postponed copy counts as an error only from ``MAX_OVERWRITTEN`` in a row on.
-        ``on_change`` is called when replicas or ``trouble`` have changed.
+        ``on_change`` is called when replicas or ``last_error`` have changed.
 
         Without a peer the task waits for one. When it is cancelled, it breaks off the copy under
         way and waits for its thread.
@@ -392,8 +392,8 @@ class Replicator:
                         error_text = f"no newer replica of {peer.node}: {error}"
                 # If the peer has changed, the error comes from the connection's abandonment.
                 same = peer == self._peer
-                if same and error_text != self.trouble:
-                    self.trouble = error_text
+                if same and error_text != self.last_error:
+                    self.last_error = error_text
                     if error_text:
                         log.warning("replica_failed", extra={"why": error_text})
                     else:
@@ -515,7 +515,7 @@ class Replicator:
             ShmSlot(self._folder / name, write=True) as slot,
         ):
             found = slot.header()
-            if found is not None and slot.amend(found, replace(found, persist=persist)):
+            if found is not None and slot.update_header(found, replace(found, persist=persist)):
                 self._change_count += 1
 
     def _pull_checked(self, connection: TransferConnection, pull: ReplicaPull) -> None:
@@ -524,7 +524,7 @@ class Replicator:
         A writer on the peer may overwrite the bytes while they are sent. This may show only as a
         wrong checksum. The first one is therefore noted, and the copy is tried again later. The
         data is damaged if the next wrong checksum has the same slot and the same
-        ``SlotHeader.fill``. The writer sets a new ``fill`` each time it fills a slot.
+        ``SlotHeader.write_id``. The writer sets a new ``write_id`` each time it fills a slot.
 
         After an error, the slot on this node may be empty, without its earlier replica.
 
@@ -542,7 +542,7 @@ class Replicator:
         except SlotOverwrittenError:
             raise
         except DamagedDataError as error:
-            before, self._suspect_slot = self._suspect_slot, (pull.name, pull.header.fill)
+            before, self._suspect_slot = self._suspect_slot, (pull.name, pull.header.write_id)
             if before != self._suspect_slot:
                 raise _NotYetError(str(error)) from error
             raise
@@ -561,7 +561,7 @@ class Replicator:
                 suffice, or the slot on this node has a newer format.
             OSError: A file of this node's pool cannot be opened, changed or removed.
         """
-        found = connection.contents(pull.name, pull.header.fill)
+        found = connection.contents(pull.name, pull.header.write_id)
         header = found.header
         path = self._folder / pull.to
         with contextlib.suppress(FileNotFoundError), ShmSlot(path) as old:
@@ -614,7 +614,9 @@ class Replicator:
             for start in range(0, chunk.nbytes, CHUNK_BYTES)
         )
         pin = self._overwritten_count >= PIN_AFTER
-        parts = connection.read_all(pull.name, header.fill, ranges, pin=pin, arrived=self._throttle)
+        parts = connection.read_all(
+            pull.name, header.write_id, ranges, pin=pin, arrived=self._throttle
+        )
         for chunk, _, digest in chunks:
             running = xxhash.xxh3_64()
             for _ in range(0, chunk.nbytes, CHUNK_BYTES):
@@ -629,7 +631,7 @@ class Replicator:
             pass
         for region in (header.objects, header.table, header.digests):
             target = view[region.at : region.at + region.nbytes]
-            connection.read_into(pull.name, header.fill, region.at, target)
+            connection.read_into(pull.name, header.write_id, region.at, target)
             if shm.digest(target) != region.xxh3:
                 raise DamagedDataError(
                     f"the tables of {pull.name} of {connection.where} are damaged: a checksum "
@@ -637,7 +639,7 @@ class Replicator:
                 )
             target.release()
         view.release()
-        slot.put(replace(header, fill=secrets.token_hex(8), private_only=pull.private_only))
+        slot.put(replace(header, write_id=secrets.token_hex(8), private_only=pull.private_only))
 
     @contextlib.contextmanager
     def _reservation_lock(self) -> Iterator[None]:

@@ -150,7 +150,7 @@ class Saver:
             children: Registry of the agent's child processes. The persister is added.
         """
         self._node, self._master = node, master
-        self.trouble = ""
+        self.last_error = ""
         """Why the memory for checkpoints or its server is missing; empty if both are there."""
         self._pool: ShmPool | None = None
         self.server: TransferServer | None = None
@@ -195,7 +195,7 @@ class Saver:
     def _open_memory(self) -> None:
         """Create the shared-memory pool, and start its server in a task.
 
-        If one of them is impossible, the reason is kept in ``trouble`` and logged. If only the
+        If one of them is impossible, the reason is kept in ``last_error`` and logged. If only the
         server cannot be created, the pool is used without it.
         """
         node = self._node
@@ -213,8 +213,8 @@ class Saver:
             self._tasks.append(asyncio.create_task(self.server.run()))
         except (OSError, DLRoverError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            self.trouble = f"no memory for checkpoints in {node.root}: {reason}"
-            log.warning("checkpoint_memory_unavailable", extra={"why": self.trouble})
+            self.last_error = f"no memory for checkpoints in {node.root}: {reason}"
+            log.warning("checkpoint_memory_unavailable", extra={"why": self.last_error})
 
     @property
     def path(self) -> Path | None:
@@ -241,7 +241,7 @@ class Saver:
         """
         if self._pool is not None:
             self._pool.alive()
-        copies = self._replicas.trouble if self._replicas is not None else ""
+        copies = self._replicas.last_error if self._replicas is not None else ""
         unsaved = self._unsaved[min(self._unsaved)] if self._unsaved else ""
         return {
             "memory": self.memory(),
@@ -250,7 +250,11 @@ class Saver:
             "persisting": self._progress,
             "stored": self._stored,
             "checkpoint_error": (
-                self.trouble or self._read_error or unsaved or self._persister.trouble or copies
+                self.last_error
+                or self._read_error
+                or unsaved
+                or self._persister.last_error
+                or copies
             ),
         }
 
@@ -288,7 +292,7 @@ class Saver:
         """
         if (step := self.unwritten_step()) is not None:
             told = self._progress.why if self._progress is not None else ""
-            reason = told or self._persister.trouble or why or END_OF_PATIENCE
+            reason = told or self._persister.last_error or why or END_OF_PATIENCE
             log.warning("checkpoint_not_stored", extra={"step": step, "why": reason})
 
     async def store_without_master(self, round_number: int, term: int) -> None:
@@ -487,7 +491,7 @@ class Saver:
                 WriteReply(
                     attempt=new.attempt,
                     phase=PersistPhase.FAILED,
-                    why=self.trouble or "no directory for checkpoints is known: set `dir`",
+                    why=self.last_error or "no directory for checkpoints is known: set `dir`",
                 )
             )
             return
@@ -687,7 +691,7 @@ class PersisterClient:
         self._deaths = 0
         """How often the process has died in a row."""
         self._closing = False
-        self.trouble = ""
+        self.last_error = ""
         """Why the process does not run; empty if all is well."""
 
     def start(self) -> bool:
@@ -819,7 +823,7 @@ class PersisterClient:
                 if message.phase in (PersistPhase.DONE, PersistPhase.FAILED):
                     self._open_attempts.discard(message.attempt)
                 if message.phase is not PersistPhase.FAILED:
-                    self._deaths, self.trouble = 0, ""
+                    self._deaths, self.last_error = 0, ""
                 self._on_reply(message)
 
     def _on_death(self, what: str) -> None:
@@ -829,12 +833,14 @@ class PersisterClient:
         """
         self._deaths += 1
         self._queued_lines.clear()
-        self.trouble = f"the persister {what}"
+        self.last_error = f"the persister {what}"
         pause = RESTART_DELAYS_S[min(self._deaths, len(RESTART_DELAYS_S) - 1)]
-        log.warning("persister_ended", extra={"why": self.trouble, "again_after_s": pause})
+        log.warning("persister_ended", extra={"why": self.last_error, "again_after_s": pause})
         left, self._open_attempts = self._open_attempts, set()
         for attempt in left:
-            self._on_reply(WriteReply(attempt=attempt, phase=PersistPhase.FAILED, why=self.trouble))
+            self._on_reply(
+                WriteReply(attempt=attempt, phase=PersistPhase.FAILED, why=self.last_error)
+            )
 
     async def close(self) -> None:
         """End the process; the client starts no process any more.

@@ -15,7 +15,7 @@ gets only a nonce, with a proof that only an owner of the token can check. Bytes
 slot's pages to the socket (``sendfile``), at the pace of the reader, and are never copied into
 this process.
 
-A slot is a file in shared memory with one worker's checkpoint. It gets a new fill id each time it
+A slot is a file in shared memory with one worker's checkpoint. It gets a new write id each time it
 is filled. A client may pin a slot: the server then holds a lock that keeps writers away.
 """
 
@@ -267,8 +267,8 @@ class TransferServer(WorkerSocket):
             while (line := await client.line()) is not None:
                 try:
                     await self._answer(client, line, is_peer=is_peer)
-                except _RetryLaterError as trouble:
-                    await client.say(TransferReply(error=str(trouble), code=trouble.code))
+                except _RetryLaterError as error:
+                    await client.say(TransferReply(error=str(error), code=error.code))
         except _RequestRefusedError as refusal:
             with contextlib.suppress(OSError, TimeoutError):
                 await client.say(TransferReply(error=str(refusal), code=RefusalCode.REFUSED))
@@ -359,7 +359,7 @@ class TransferServer(WorkerSocket):
             if path.name.startswith("peer-"):
                 continue
             with contextlib.suppress(OSError), ShmSlot(path, write=True) as slot:
-                slot.amend(header, replace(header, copied=True))
+                slot.update_header(header, replace(header, copied=True))
 
     async def _send_bytes(self, client: "_ClientConnection", request: BytesRequest) -> None:
         """Send a range of a slot, and whether the slot still has the same content after it.
@@ -375,7 +375,7 @@ class TransferServer(WorkerSocket):
             OSError: The client has gone.
             TimeoutError: The client has not read a part in time.
         """
-        name, fill, offset, nbytes = request.name, request.fill, request.at, request.nbytes
+        name, write_id, offset, nbytes = request.name, request.write_id, request.at, request.nbytes
         try:
             slot = ShmSlot(self._folder / name)
         except OSError as error:
@@ -383,10 +383,10 @@ class TransferServer(WorkerSocket):
                 f"{name}: there is no such slot", RefusalCode.OVERTAKEN
             ) from error
         with slot:
-            pins = request.pin and client.may_pin(name, fill)
+            pins = request.pin and client.may_pin(name, write_id)
             if pins and not slot.lock(shared=True):
                 raise _RetryLaterError(f"{name}: it is being filled", RefusalCode.OVERTAKEN)
-            found = self._matching_header(slot, fill)
+            found = self._matching_header(slot, write_id)
             if found is None:
                 raise _RetryLaterError(
                     f"{name}: the slot now holds another checkpoint", RefusalCode.OVERTAKEN
@@ -410,12 +410,18 @@ class TransferServer(WorkerSocket):
                 await client.send(slot.fd, offset, nbytes)
             finally:
                 unpin.cancel()
-            await client.say(TransferReply(stands=self._matching_header(slot, fill) is not None))
+            await client.say(
+                TransferReply(stands=self._matching_header(slot, write_id) is not None)
+            )
 
-    def _matching_header(self, slot: ShmSlot, fill: str) -> SlotHeader | None:
-        """Return the slot's header if it has this fill id and belongs to the job; else None."""
+    def _matching_header(self, slot: ShmSlot, write_id: str) -> SlotHeader | None:
+        """Return the slot's header if it has this write id and belongs to the job; else None."""
         found = slot.header()
-        return found if found is not None and (found.job, found.fill) == (self._job, fill) else None
+        return (
+            found
+            if found is not None and (found.job, found.write_id) == (self._job, write_id)
+            else None
+        )
 
     async def _connect(self, client: "_ClientConnection", request: ConnectRequest) -> None:
         """Connect to a peer's transfer server, and pass the connection to the worker.
@@ -430,7 +436,7 @@ class TransferServer(WorkerSocket):
                 connect_to_peer, request.addr, request.port, self._token, deadline_s=CONNECT_S
             )
         except DLRoverError as error:
-            raise _RetryLaterError(str(error), RefusalCode.TROUBLE) from error
+            raise _RetryLaterError(str(error), RefusalCode.RETRY_LATER) from error
         try:
             client.hand_over(connection.fileno())
         finally:
@@ -535,7 +541,7 @@ class _ClientConnection:
 
         Args:
             name: Name of the slot.
-            write_id: Fill id of its content.
+            write_id: Write id of its content.
         """
         if self._pinned != (name, write_id):
             self._pinned, self._pinned_at = (name, write_id), time.monotonic()
@@ -569,7 +575,7 @@ async def _master_answer(answer: Awaitable[Wire]) -> bytes:
     try:
         return (await answer).model_dump_json().encode()
     except DLRoverError as error:
-        raise _RetryLaterError(str(error), RefusalCode.TROUBLE) from error
+        raise _RetryLaterError(str(error), RefusalCode.RETRY_LATER) from error
 
 
 _HELLO = TypeAdapter(TransferHello)

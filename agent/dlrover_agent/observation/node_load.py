@@ -55,12 +55,12 @@ class _Reading:
 
 
 def _load(last: _Reading, new: _Reading, peak: int) -> NodeLoad:
-    """Return the load between two readings.
+    """Return how busy the node was between two readings: CPUs, memory, disk, network and GPUs.
 
     Args:
-        last: The former reading.
-        new: The present one.
-        peak: The most memory in bytes of all readings.
+        last: The earlier reading.
+        new: The later one.
+        peak: Bytes of memory in the reading that had the most, since the agent started.
     """
     seconds = new.at - last.at
     passed = new.periods[0] - last.periods[0]

@@ -5,7 +5,14 @@ from dataclasses import replace
 
 from dlrover_py.master.core.history import CoreContext
 from dlrover_py.master.core.nodes import Readiness
-from dlrover_py.master.core.scaling import CONTESTED, Decision, View, Wish, decide, spare_wait_s
+from dlrover_py.master.core.scaling import (
+    CONTESTED,
+    Decision,
+    PendingChange,
+    View,
+    decide,
+    spare_wait_s,
+)
 from dlrover_py.master.core.speed import WINDOWS, SpeedMeter, SpeedModel
 from dlrover_py.master.core.spot import SpotHosts
 from dlrover_py.master.core.state import NON_DISRUPTIVE, PendingRound
@@ -44,7 +51,7 @@ class Autoscaler:
         self._batch = 0.0
         """Samples of a step in the round that is measured; 0 if they are not known."""
         self._spot = SpotHosts(context)
-        self._wish = Wish()
+        self._pending = PendingChange()
         self._decided: tuple[object, ...] = ()
         """What the last decision was made from."""
         self._again_at = -math.inf
@@ -83,7 +90,7 @@ class Autoscaler:
             self.live.wake(self._again_at)
             return False
         self._decided = made_from
-        decision = decide(record, view, self._wish)
+        decision = decide(record, view, self._pending)
         if decision.verified and record.trial is not None:
             record.trial = None
             self.state.changed()
@@ -170,7 +177,7 @@ class Autoscaler:
                 self.state.changed()
         elif record.target is None or record.replicas != worker.replicas:
             record.follow(worker.replicas, self.live.steady_wall)
-            self._wish.size = 0
+            self._pending.size = 0
             self.state.changed()
         self.live.target = None if record.target is None else self._within(record.target)
         return True
@@ -323,7 +330,7 @@ class Autoscaler:
         """Change the target, and record the event that causes the next round."""
         self.state.scaling.move(decision, view)
         self.live.target = self.state.scaling.target
-        self._wish.size = 0
+        self._pending.size = 0
         up = decision.target > view.target
         event = self.log.record(
             EventReason.SCALED_UP if up else EventReason.SCALED_DOWN, decision.reason

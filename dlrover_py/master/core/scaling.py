@@ -314,7 +314,7 @@ class Decision:
 
 
 @dataclass(slots=True)
-class Wish:
+class PendingChange:
     """Since when a change of size looks better. It does not outlive the master."""
 
     size: int = 0
@@ -330,16 +330,16 @@ class _Choice:
     """The gain in words."""
 
 
-def decide(record: ScalingRecord, view: View, wish: Wish) -> Decision:
+def decide(record: ScalingRecord, view: View, pending: PendingChange) -> Decision:
     """Return the number of nodes that the job should have, and the reason in words.
 
-    Nothing is changed but ``wish``, which notes since when the same change looks better. The
+    Nothing is changed but ``pending``, which notes since when the same change looks better. The
     result is one of ``view.sizes``. With the same arguments it is the same again.
 
     Args:
         record: What was measured and decided before.
         view: What is known at this moment.
-        wish: The change that looked better the last time.
+        pending: The change that looked better the last time.
     """
     target = view.target
     if target not in view.sizes:
@@ -357,7 +357,7 @@ def decide(record: ScalingRecord, view: View, wish: Wish) -> Decision:
         text = "not scaled: the script reports no steps (session.report_step)"
         return Decision(target, ConditionReason.NO_PROGRESS, text)
     if not view.size or view.size != target or not view.steady or view.size not in record.samples:
-        wish.size = 0
+        pending.size = 0
         text = f"the speed with {counted(target, 'node')} is being measured"
         if view.size and view.size != target:
             text = f"{view.size} of {counted(target, 'node')} train"
@@ -367,15 +367,17 @@ def decide(record: ScalingRecord, view: View, wish: Wish) -> Decision:
     verdict = _verified(record, view, model)
     if isinstance(verdict, Decision):
         return verdict
-    return replace(_compared(record, view, wish, model), verified=verdict)
+    return replace(_compared(record, view, pending, model), verified=verdict)
 
 
-def _compared(record: ScalingRecord, view: View, wish: Wish, model: SpeedModel) -> Decision:
+def _compared(
+    record: ScalingRecord, view: View, pending: PendingChange, model: SpeedModel
+) -> Decision:
     """Return the size that the objective prefers, once it may be taken."""
     target, spec = view.target, view.spec
     choice, kept = _choose(record, view, model)
     if choice is None:
-        wish.size = 0
+        pending.size = 0
         ends = [ban.until for ban in record.bans.values()]
         ends += [record.absence.until] if record.absence is not None else []
         again = min((end for end in ends if end > view.now), default=math.inf)
@@ -384,10 +386,10 @@ def _compared(record: ScalingRecord, view: View, wish: Wish, model: SpeedModel) 
     until = _allowed_at(record, view, choice.size)
     if until[0] > view.now:
         return Decision(target, ConditionReason.SIZE_KEPT, f"{text}; {until[1]}", until[0])
-    if wish.size != choice.size:
-        wish.size, wish.since = choice.size, view.now
-    wish.since = min(wish.since, view.now)  # the clock may have been set back
-    due = wish.since + spec.scale_up_delay_seconds
+    if pending.size != choice.size:
+        pending.size, pending.since = choice.size, view.now
+    pending.since = min(pending.since, view.now)  # the clock may have been set back
+    due = pending.since + spec.scale_up_delay_seconds
     if due > view.now:
         text += f"; for {spec.scale_up_delay_seconds} s it must stay so"
         return Decision(target, ConditionReason.SIZE_KEPT, text, due)

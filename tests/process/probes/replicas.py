@@ -16,7 +16,7 @@ async def main() -> None:
     replicas: Replicator
 
     def say() -> None:
-        print(f"trouble: {replicas.trouble}" if replicas.trouble else "held", flush=True)
+        print(f"error: {replicas.last_error}" if replicas.last_error else "held", flush=True)
 
     replicas = Replicator(Path(folder), job, token, on_change=say, poll_s=0.01)
     replicas.follow(ReplicationPeer(node="n1", addr="127.0.0.1", port=int(port)))
