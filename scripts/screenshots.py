@@ -31,23 +31,29 @@ ROOT = Path(__file__).resolve().parents[1]
 DLROVER = str(Path(sys.executable).with_name("dlrover"))
 NAME, WIDTH = "gpt-small", 1100
 SCRIPT = """
-import math, os, time
+import math, time
 import torch
 import torch.distributed as dist
+from torch.utils.data import TensorDataset
 from dlrover_py.trainer import Checkpointer, session
+from dlrover_py.trainer.data import ElasticLoader
 
 dist.init_process_group("gloo")
-state = {"step": 0, "w": torch.zeros(200_000)}
+loader = ElasticLoader(TensorDataset(torch.arange(192_000)), global_batch=64)
+state = {"data": loader, "w": torch.zeros(200_000)}
 with Checkpointer("store", every=25, persist_every=150) as checkpointer:
     checkpointer.load(state)
-    while not checkpointer.should_stop:
-        state["step"] += 1
-        step = state["step"]
-        time.sleep(0.05)
-        session.report_step(step, 3000, loss=2.5 * math.exp(-step / 300) + 0.3)
-        checkpointer.save(step, state)
-        if step % 20 == 0:
-            print(f"step {step}: loss {2.5 * math.exp(-step / 300) + 0.3:.3f}", flush=True)
+    for step in loader:
+        for batch in step:
+            time.sleep(0.05)
+        step.commit()
+        loss = 2.5 * math.exp(-loader.steps / 300) + 0.3
+        session.report_step(loader.steps, 3000, loss=loss)
+        checkpointer.save(loader.steps, state)
+        if checkpointer.should_stop:
+            break
+        if loader.steps % 20 == 0:
+            print(f"step {loader.steps}: loss {loss:.3f}", flush=True)
 """
 JOB = f"""
 apiVersion: elastic.iml.github.io/v1alpha1
@@ -142,7 +148,9 @@ def take(page: Page, link: str, folder: Path, dlrover: list[str], work: Path) ->
     expect(page.get_by_role("img", name=re.compile("3 nodes: trains"))).to_be_visible()
     page.wait_for_timeout(6000)  # the pictures change every five seconds
     rename(page, work)
-    picture(page, folder / "dashboard.png", "#time")  # the rest is tables and curves
+    picture(page, folder / "dashboard.png", "#time")
+    expect(page.locator("#checkpoints")).to_contain_text("written in")
+    picture(page, folder / "dashboard-lower.png", "#curves", first="#ranks")
     page.get_by_role("link", name="n1", exact=True).click()
     expect(page.locator("#log")).to_contain_text("loss")
     rename(page, work)
@@ -218,19 +226,21 @@ def rename(page: Page, work: Path) -> None:
     )
 
 
-def picture(page: Page, path: Path, last: str) -> None:
+def picture(page: Page, path: Path, last: str, first: str = "body") -> None:
     """Take a picture of a page, in 256 colours, so that the file is small.
 
     Args:
         page: page of a browser.
         path: path of the picture.
         last: selector of the last element that is in it.
+        first: selector of the first element that is in it.
     """
     page.evaluate("scrollTo(0, 0)")
-    end = page.locator(last).bounding_box()
+    begin, end = page.locator(first).bounding_box(), page.locator(last).bounding_box()
+    assert begin is not None
     assert end is not None
-    height = end["y"] + end["height"] + 24
-    clip: FloatRect = {"x": 0, "y": 0, "width": WIDTH, "height": height}
+    height = end["y"] + end["height"] + 24 - begin["y"]
+    clip: FloatRect = {"x": 0, "y": begin["y"], "width": WIDTH, "height": height}
     page.screenshot(path=path, full_page=True, clip=clip)
     with Image.open(path) as taken:
         few = taken.convert("RGB").quantize(256, dither=Image.Dither.NONE)

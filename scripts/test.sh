@@ -1,31 +1,36 @@
 #!/usr/bin/env bash
 # All checks and tests, in three streams beside each other: one for the checks and the tests that
 # compute, one for those on a cluster, and one for those with processes. Tests with processes wait
-# most of the time. A stream that has done its own tests takes files with processes too, so all
+# most of the time. A stream that has done its own tests takes those of others, part by part, so all
 # streams end at about the same time. What a stream has said is shown when it has ended, and what has
 # failed in any of them, or was not tested, once more at the very end.
 #
 # The checks and what the tests need (a cluster, a browser) come beside the first tests, as these
 # take minutes and much of that is waiting. If one of them fails, no further test begins.
 #
-# With DLROVER_TEST_MINUTES=N, no file with processes begins after N minutes. Those that are left are
-# named at the end, and each day it is others that come last. So a slow machine has a result in time.
+# With DLROVER_TEST_MINUTES=N, no file with processes begins after N minutes, and no test on a cluster
+# after one and a half times as many. Those that are left are named at the end, and each day it is
+# others that come last. So a slow machine has a result in time.
 #
 #   bash scripts/test.sh .venv
 set -uo pipefail
+venv=$1
 # A test that hangs in C code is not ended by its own timeout, as no signal handler of Python runs.
 # Then all tests of the process end. No test may take so long.
-pytest=("$1/bin/pytest" -rfEs -p no:cacheprovider --durations=40 --durations-min=5
+pytest=("$venv/bin/pytest" -rfEs -p no:cacheprovider --durations=40 --durations-min=5
     -o faulthandler_timeout=1800 -o faulthandler_exit_on_timeout=true)
 # The files that take longest come first.
 minutes=${DLROVER_TEST_MINUTES:-0}
 others=(tests/process/test_*.py)
+[ "$minutes" = 0 ] || export DLROVER_CLUSTER_TESTS_UNTIL=$(($(date +%s) + minutes * 90))
 first_other=$((minutes ? 10#$(date +%j) * 7 % ${#others[@]} : 0))
 queue=(tests/process/test_{exact_data,flash,examples,membership}.py
     tests/process/test_{operator,replicas,conformance,reshard,dropin,persist}.py
     "${others[@]:first_other}" "${others[@]:0:first_other}")
+computing=(tests/unit/test_*.py tests/stateful/test_*.py)
+parts=6 # of the tests that compute: each imports torch anew
 # Once, here: where nothing may be written later, each process compiles our modules anew.
-"$1/bin/python" -m compileall -q -j 0 dlrover_py agent operator tests
+"$venv/bin/python" -m compileall -q -j 0 dlrover_py agent operator tests
 said=$(mktemp -d)
 trap 'rm -rf "$said"' EXIT
 set -m # else the streams in the background would ignore an interrupt
@@ -47,29 +52,40 @@ oldest_torch() { # some tests with the oldest torch, in an environment of its ow
     touch "$said/failed"
     echo "FAILED scripts/matrix.sh reduced"
 }
-take_files() { # runs files of the queue until none is left, or until the file $1 is there
-    local file
-    for file in "${queue[@]}"; do
-        [ -e "${1:-}" ] && return
-        [ "$minutes" -gt 0 ] && [ "$SECONDS" -ge $((minutes * 60)) ] && return
-        # Only one stream can make the folder.
-        mkdir "$said/taken-${file//\//-}" 2>/dev/null && run "$file"
-    done
-}
-# tests/local has a process of its own: a fork of the one that has run all unit tests, with torch and
-# its threads, sometimes ended with a segmentation fault before its exec.
-(
-    pytest=(nice -n 10 "${pytest[@]}")
-    first nice -n 10 make --no-print-directory VENV="$1" check
-    run tests/unit tests/stateful
-    oldest_torch "$1/bin/python"
-    # Some of the next need what is built for the cluster.
-    take_files "$said/prepared"
-    for _ in {1..3600}; do # the stream for the cluster may have been killed
+prepared() { # waits for what is built for the cluster: the stream that builds may have been killed
+    for _ in {1..3600}; do
         [ -e "$said/prepared" ] && break
         sleep 1
     done
-    run tests/local
+}
+take() { # NAME COMMAND...: runs a command, unless another stream has taken what has this name
+    # Only one stream can make the folder.
+    mkdir "$said/taken-$1" 2>/dev/null && "${@:2}"
+}
+take_parts() { # runs what computes, part by part: each has every $parts-th file
+    local part i files
+    for ((part = 0; part < parts; part++)); do
+        files=()
+        for ((i = part; i < ${#computing[@]}; i += parts)); do files+=("${computing[i]}"); done
+        take "part-$part" run "${files[@]}"
+    done
+    take torch oldest_torch "$venv/bin/python"
+    prepared
+    # tests/local has a process of its own: a fork of the one that has run all unit tests, with torch
+    # and its threads, sometimes ended with a segmentation fault before its exec.
+    take local run tests/local
+}
+take_files() { # runs files with processes until none is left
+    local file
+    for file in "${queue[@]}"; do
+        [ "$minutes" -gt 0 ] && [ "$SECONDS" -ge $((minutes * 60)) ] && return
+        take "${file//\//-}" run "$file"
+    done
+}
+(
+    pytest=(nice -n 10 "${pytest[@]}")
+    first nice -n 10 make --no-print-directory VENV="$venv" check
+    take_parts
     take_files
 ) >"$said/unit" 2>&1 &
 unit=$!
@@ -77,17 +93,21 @@ unit=$!
     # One after the other: they install packages.
     first bash scripts/browser.sh
     first bash scripts/prometheus.sh
-    first nice -n 10 "$1/bin/python" -m tests.cluster.lab prepare
+    first nice -n 10 "$venv/bin/python" -m tests.cluster.lab prepare
     touch "$said/prepared"
     run tests/contracts
     run tests/cluster
     run tests/browser
+    take_parts
     take_files
 ) >"$said/cluster" 2>&1 &
 cluster=$!
 set +m
 trap 'kill -INT -- "-$unit" "-$cluster" 2>/dev/null' INT TERM
-take_files 2>&1 | tee -i "$said/process"
+{
+    take_files
+    take_parts
+} 2>&1 | tee -i "$said/process"
 for stream in unit cluster; do
     wait "${!stream}"
     cat "$said/$stream"
@@ -97,7 +117,7 @@ if [ -e "$said/failed" ]; then
     grep -hE '^(FAILED|ERROR) ' "$said"/{unit,cluster,process} ||
         echo "no test by itself: see the ends of the streams above"
 fi
-grep -h '^NOT TESTED' "$said/unit"
+grep -hoE '(^|: )NOT TESTED.*' "$said"/{unit,cluster,process} | sed 's/^: //'
 for file in "${others[@]}"; do
     [ -e "$said/interrupted" ] || [ -e "$said/taken-${file//\//-}" ] ||
         echo "NOT TESTED $file: $minutes minutes had passed (DLROVER_TEST_MINUTES)"

@@ -22,6 +22,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
@@ -38,6 +39,13 @@ SAMPLES, STEPS = 407, 41
 """Samples of the dataset, and steps of an epoch."""
 EPOCHS = 2
 """Epochs of a trial."""
+PLAIN = "train_on_exact_data.py"
+"""The program that trains without an integration."""
+EXACT = 1e-12
+"""Tolerance of weights of 64 bits, whose additions have another order."""
+ROUNDED = 1e-4
+"""Tolerance of weights of 32 bits, whose additions have another order. A step with another learning
+rate, or without its momentum, makes a greater difference."""
 
 
 def rounds_of(folder: Path) -> dict[int, dict[int, list[list[int]]]]:
@@ -289,3 +297,64 @@ def stored(run: Job) -> tuple[int, Path]:
     found = re.fullmatch(r"job: the checkpoint of step (\d+) is in (\S+)\n", said)
     assert found is not None, said
     return int(found[1]), Path(found[2])
+
+
+@dataclass(frozen=True)
+class Integration:
+    """What is trained with, and which cases do not apply."""
+
+    program: str
+    """Its program in tests/programs."""
+    reference: str = ""
+    """The program that is run without faults; the same one if empty."""
+    tolerance: float = EXACT
+    """Greatest relative difference of the weights."""
+    files: dict[str, str] = field(default_factory=dict)
+    """What is put into the folder of its program: contents by name."""
+    same_files: tuple[str, ...] = ()
+    """What the program writes, and must write as without faults: names in the folder."""
+    without: dict[str, str] = field(default_factory=dict)
+    """The cases that are left out, and why."""
+
+
+class References:
+    """The folders of runs that nothing disturbs. Each program runs once."""
+
+    def __init__(self, folder: Path) -> None:
+        """Use a folder; nothing is run yet."""
+        self._folder = folder
+        self._found: dict[str, Path] = {}
+
+    def of(self, integration: Integration) -> Path:
+        """Return the folder of a run of one process."""
+        program = integration.reference or integration.program
+        if program not in self._found:
+            folder = self._found[program] = self._folder / program
+            folder.mkdir()
+            provide(folder, integration.files)
+            run_alone(PROGRAMS / program, folder, epochs=EPOCHS)
+        return self._found[program]
+
+
+def provide(folder: Path, files: dict[str, str]) -> None:
+    """Write files into a folder: contents by name."""
+    for name, text in files.items():
+        (folder / name).write_text(text)
+
+
+def compare_with_faults(place: Place, references: References, integration: Integration) -> None:
+    """Train with all cases, and check that all is as without faults.
+
+    Args:
+        place: where the job runs.
+        references: the runs without faults.
+        integration: what is trained with.
+    """
+    assert set(integration.without) <= set(CASES)
+    assert all(integration.without.values()), "a case that is left out needs a reason"
+    undisturbed = references.of(integration)
+    provide(place.folder, integration.files)
+    run_trial(place, PROGRAMS / integration.program, without=integration.without)
+    check(place.folder, undisturbed, epochs=EPOCHS, tolerance=integration.tolerance)
+    for file in integration.same_files:
+        assert (place.folder / file).read_text() == (undisturbed / file).read_text()

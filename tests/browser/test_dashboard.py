@@ -159,6 +159,7 @@ def test_the_log_of_a_node_grows_while_it_is_looked_at(place: Place, page: Page)
         expect(page.locator("#log")).not_to_contain_text("went on")
         (place.folder / "go").touch()
         expect(page.locator("#log")).to_contain_text("went on")
+        assert page.locator("#log").inner_text().count("\n") == 2, "each line once"
         page.goto("about:blank")
 
 

@@ -20,7 +20,10 @@ import pytest
 from tests.programs import PROGRAMS
 
 TESTS = Path(__file__).parents[1]
-CHECKING = {"until", "eventually", "check", "check_running", "run_state_machine_as_test"}
+CHECKING = {
+    "until", "eventually", "check", "check_running", "compare_with_faults",
+    "run_state_machine_as_test",
+}  # fmt: skip
 """Functions that raise if what they wait for, or look at, is not true."""
 MARK = re.compile(r"# no assert: \w")
 CONSTANT = re.compile(r"(?:.*\.)?_?[A-Z][A-Z0-9_]*")
