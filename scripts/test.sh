@@ -10,7 +10,8 @@
 #
 # With DLROVER_TEST_MINUTES=N, no file with processes begins after N minutes, and no test on a cluster
 # after one and a half times as many. Those that are left are named at the end, and each day it is
-# others that come last. So a slow machine has a result in time.
+# others that come last. So a slow machine has a result in time. All of it is interrupted after 2.6
+# times as many minutes, and what has hung shows where it was.
 #
 #   bash scripts/test.sh .venv
 set -uo pipefail
@@ -102,17 +103,37 @@ unit=$!
     take_files
 ) >"$said/cluster" 2>&1 &
 cluster=$!
-set +m
-trap 'kill -INT -- "-$unit" "-$cluster" 2>/dev/null' INT TERM
-{
+(
     take_files
     take_parts
-} 2>&1 | tee -i "$said/process"
-for stream in unit cluster; do
+) >"$said/process" 2>&1 &
+process=$!
+interrupt() { kill -"$1" -- "-$unit" "-$cluster" "-$process" 2>/dev/null; }
+late=
+if [ "$minutes" -gt 0 ]; then
+    (
+        sleep $((minutes * 156))
+        echo "FAILED scripts/test.sh: no end in time; what runs:" >"$said/late"
+        ps -e -o pgid=,etime=,args= | cut -c 1-200 |
+            awk -v g="$unit $cluster $process" 'index(" " g " ", " " $1 " ")' >>"$said/late"
+        touch "$said/failed" "$said/interrupted"
+        interrupt INT
+        sleep 120
+        interrupt KILL
+    ) &
+    late=$!
+fi
+set +m
+trap 'interrupt INT' INT TERM
+touch "$said/process"
+tail -n +1 -s 0.2 -f --pid="$process" "$said/process"
+for stream in process unit cluster; do
     wait "${!stream}"
-    cat "$said/$stream"
+    [ "$stream" = process ] || cat "$said/$stream"
 done
+[ -z "$late" ] || kill -- "-$late" 2>/dev/null
 if [ -e "$said/failed" ]; then
+    cat "$said/late" 2>/dev/null
     echo "Failed:"
     grep -hE '^(FAILED|ERROR) ' "$said"/{unit,cluster,process} ||
         echo "no test by itself: see the ends of the streams above"
