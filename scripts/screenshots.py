@@ -150,6 +150,7 @@ def take(page: Page, link: str, folder: Path, dlrover: list[str], work: Path) ->
     rename(page, work)
     picture(page, folder / "dashboard.png", "#time")
     expect(page.locator("#checkpoints")).to_contain_text("written in")
+    rename(page, work)
     picture(page, folder / "dashboard-lower.png", "#curves", first="#ranks")
     page.get_by_role("link", name="n1", exact=True).click()
     expect(page.locator("#log")).to_contain_text("loss")

@@ -536,10 +536,8 @@ class Checkpointer:
         if one.staging is not None:
             self.stats.ended(sealed=one.staging.header is not None, why=one.staging.why)
         if complete:
-            self._newest_complete, self._newest_unstored = (
-                one.id,
-                None if one.persist_requested else one.id,
-            )
+            self._newest_complete = one.id
+            self._newest_unstored = None if one.persist_requested else one.id
             context.tidy()
             if one.persist_requested:
                 self._storage.begin(context, one.id, one.began)
