@@ -26,7 +26,7 @@ others=(tests/process/test_*.py)
 [ "$minutes" = 0 ] || export DLROVER_CLUSTER_TESTS_UNTIL=$(($(date +%s) + minutes * 90))
 first_other=$((minutes ? 10#$(date +%j) * 7 % ${#others[@]} : 0))
 queue=(tests/process/test_{exact_data,flash,examples,membership}.py
-    tests/process/test_{operator,replicas,conformance,reshard,dropin,persist}.py
+    tests/process/test_{operator,replicas,conformance,reshard,dropin,persist,exact_frameworks}.py
     "${others[@]:first_other}" "${others[@]:0:first_other}")
 computing=(tests/unit/test_*.py tests/stateful/test_*.py)
 parts=6 # of the tests that compute: each imports torch anew
@@ -55,7 +55,7 @@ oldest_torch() { # some tests with the oldest torch, in an environment of its ow
 }
 prepared() { # waits for what is built for the cluster: the stream that builds may have been killed
     for _ in {1..3600}; do
-        [ -e "$said/prepared" ] && break
+        [ -e "$said/prepared" ] || [ -e "$said/interrupted" ] && break
         sleep 1
     done
 }
@@ -124,12 +124,14 @@ if [ "$minutes" -gt 0 ]; then
     late=$!
 fi
 set +m
-trap 'interrupt INT' INT TERM
+trap 'touch "$said/failed" "$said/interrupted"; interrupt INT' INT TERM
 touch "$said/process"
-tail -n +1 -s 0.2 -f --pid="$process" "$said/process"
+shown= # an interrupt ends this command, too
+tail -n +1 -s 0.2 -f --pid="$process" "$said/process" && shown=process
 for stream in process unit cluster; do
     wait "${!stream}"
-    [ "$stream" = process ] || cat "$said/$stream"
+    [ $? -le 128 ] || touch "$said/failed" # it was killed
+    [ "$stream" = "$shown" ] || cat "$said/$stream"
 done
 [ -z "$late" ] || kill -- "-$late" 2>/dev/null
 if [ -e "$said/failed" ]; then

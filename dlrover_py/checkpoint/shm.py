@@ -385,7 +385,7 @@ class ShmSlot:
         if not self.lock(shared=True):
             return False
         try:
-            fcntl.lockf(self.fd, fcntl.LOCK_EX, PAGE)  # other amenders hold a shared flock too
+            fcntl.lockf(self.fd, fcntl.LOCK_EX, PAGE)  # others hold a shared flock, too
             try:
                 if self.header() != old:
                     return False
@@ -436,7 +436,7 @@ class ShmSlot:
         The page is read up to `HEADER_READS` times, because another process may be writing it.
         """
         for attempt in range(HEADER_READS):
-            if attempt:  # another process may be amending the page; a slot in filling has no magic
+            if attempt:  # another process may be updating the page; a slot in filling has no magic
                 threading.Event().wait(HEADER_RETRY_S)
             page = os.pread(self.fd, PAGE, 0)
             if len(page) < PAGE:

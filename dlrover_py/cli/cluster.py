@@ -45,6 +45,7 @@ from dlrover_py.protocol.errors import (
 )
 from dlrover_py.protocol.job import ElasticJob, scaled_to
 from dlrover_py.protocol.job_object import (
+    left_out_notes,
     new_hosts,
     read_conditions,
     read_events,
@@ -970,7 +971,7 @@ def job_view(
         events=read_events(status, events),
         document={"job": obj, "status": view.dump(status), "pods": descriptions},
         pods=descriptions,
-        notes=notes,
+        notes=[*left_out_notes(obj), *notes],
     )
 
 

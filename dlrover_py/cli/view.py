@@ -34,6 +34,7 @@ from dlrover_py.protocol.local import Snapshot
 from dlrover_py.protocol.names import NodeId, id_key
 from dlrover_py.protocol.reasons import ConditionType
 from dlrover_py.protocol.status import (
+    DataStatus,
     GoodputStatus,
     JobEvent,
     JobPhase,
@@ -403,12 +404,10 @@ def description(job_view: JobView, width: int | None = None) -> list[RenderableT
         parts.append(text(f"template  {line}: {hint}", 10, "yellow"))
     if job_view.resource_advice:
         parts.append(text(f"resources {job_view.resource_advice}", 10))
-    loader = status.loader if status is not None else None
-    parts += [text(f"data      {loader_line(loader)}", 10)] if loader is not None else []
-    datasets = status.datasets if status is not None else []
-    parts += [text(f"data      {dataset_line(dataset)}", 10) for dataset in datasets]
-    streams = status.streams if status is not None else []
-    parts += [text(f"stream    {stream_line(stream)}", 10) for stream in streams]
+    data = status.data if status is not None else DataStatus()
+    parts += [text(f"data      {loader_line(data.loader)}", 10)] if data.loader is not None else []
+    parts += [text(f"data      {dataset_line(dataset)}", 10) for dataset in data.datasets]
+    parts += [text(f"stream    {stream_line(stream)}", 10) for stream in data.streams]
     tables = status.tables if status is not None else None
     parts += [text(f"tables    {tables_words(tables)}", 10)] if tables is not None else []
     servers = status.servers if status is not None else []

@@ -256,14 +256,11 @@ class JobPage:
         return self.outages[-ROWS_SHOWN:]
 
     def phases(self, outage: timeline.Outage) -> str:
-        """Return how long the parts of the recovery took that followed; empty if it is not known.
-
-        Parts that took less than a hundredth of a second are left out.
-        """
+        """Return how long the parts of the recovery took that followed; empty if not known."""
         status = self.view.status
         found = status.recoveries if status is not None and outage.round else []
         parts = next((one.phases for one in found if one.round == outage.round), {})
-        return ", ".join(f"{name} {duration(s)}" for name, s in parts.items() if s >= 0.01)
+        return ", ".join(f"{n} {duration(s) if s >= 0.01 else '<10 ms'}" for n, s in parts.items())
 
     @property
     def since(self) -> float:
@@ -312,6 +309,16 @@ class JobPage:
         if status is None:
             return []
         return timeline.round_timelines(status, self.events, self.scale.until)
+
+    def events_of(self, node: str) -> list[JobEvent]:
+        """Return the events about a node, and those of the rounds that it was in, oldest first."""
+        rounds = {one.number for one in self.rounds if node in one.members}
+        return [
+            event
+            for event in self.events
+            if node in timeline.nodes_of(event)
+            or (event.reason == EventReason.ROUND_FORMED and event.round in rounds)
+        ]
 
     @property
     def rounds_shown(self) -> Sequence[timeline.RoundTimeline]:

@@ -57,6 +57,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
+    "X-Accel-Buffering": "no",  # else nginx keeps an event until its buffer is full
 }
 """Headers of every answer: nothing is loaded from elsewhere, framed, or kept."""
 QUIET = 5

@@ -246,7 +246,7 @@ def node_timelines(status: JobStatus, events: Sequence[JobEvent], end: float) ->
     last: dict[str, float] = {}
     lost: set[str] = set()
     for event in events:
-        for node in _nodes_of(event):
+        for node in nodes_of(event):
             if node not in first and event.reason == EventReason.NODE_LEFT:
                 continue
             first.setdefault(node, event.at)
@@ -274,7 +274,7 @@ def node_timelines(status: JobStatus, events: Sequence[JobEvent], end: float) ->
     ]
 
 
-def _nodes_of(event: JobEvent) -> list[str]:
+def nodes_of(event: JobEvent) -> list[str]:
     """Return the nodes that an event is about. One event may name several nodes that joined."""
     if event.reason == EventReason.NODE_JOINED and event.node is None:
         return sorted(_names(event.message.partition(": ")[2]))

@@ -14,9 +14,21 @@ from dlrover_py.protocol import names
 from dlrover_py.protocol.job_view import problem_line, problems
 from dlrover_py.protocol.reasons import ConditionType
 from dlrover_py.protocol.status import Condition, JobEvent, JobStatus, unix_seconds
+from dlrover_py.protocol.words import are, counted
 
 MAKERS_OF_HOSTS = ("cluster-autoscaler", "karpenter")
 """Programs that add hosts for Pods that have no place, as their events name them."""
+
+
+def nodes_left_out(obj: Mapping[str, Any]) -> int:
+    """Return the number of nodes that the status of a job leaves out; see ``Training``."""
+    return int(((obj.get("status") or {}).get("training") or {}).get("leftOut") or 0)
+
+
+def left_out_notes(obj: Mapping[str, Any]) -> list[str]:
+    """Return what the reader of a job must know about nodes that are not shown, in words."""
+    left_out = nodes_left_out(obj)
+    return [f"{counted(left_out, 'node')} {are(left_out)} not in the status"] if left_out else []
 
 
 def read_status(obj: Mapping[str, Any]) -> JobStatus | None:

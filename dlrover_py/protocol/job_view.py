@@ -284,9 +284,13 @@ def dataset_line(dataset: DatasetStatus) -> str:
 
 def loader_line(loader: LoaderStatus) -> str:
     """Return how far the script's ``ElasticLoader`` is, as one line."""
-    line = f"ElasticLoader: epoch {loader.epoch + 1}, {loader.position} of "
-    line += f"{counted(loader.samples, 'sample')} trained"
-    line += f" ({100 * loader.position / loader.samples:.0f}%)"
+    samples = counted(loader.samples, "sample")
+    if loader.epoch and not loader.position:
+        line = f"ElasticLoader: {counted(loader.epoch, 'epoch')} of {samples} trained"
+    else:
+        share = 100 * loader.position / max(1, loader.samples)
+        line = f"ElasticLoader: epoch {loader.epoch + 1}, {loader.position} of {samples} trained"
+        line += f" ({share:.0f}%)"
     return line + (f", {loader.batch} in a step" if loader.batch else "")
 
 

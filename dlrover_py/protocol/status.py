@@ -438,7 +438,7 @@ class DatasetStatus(_StatusModel):
 
 
 class LoaderStatus(_StatusModel):
-    """How far the ``ElasticLoader`` of the script is."""
+    """How far the ``ElasticLoader`` is that the script has read last."""
 
     epoch: int
     """The present epoch, from 0 on."""
@@ -448,6 +448,17 @@ class LoaderStatus(_StatusModel):
     """Number of samples in an epoch."""
     batch: int
     """Samples of all ranks in a step; 0 if that is not known."""
+
+
+class DataStatus(_StatusModel):
+    """How far the data are trained that the script reads with :mod:`dlrover_py.trainer.data`."""
+
+    loader: LoaderStatus | None = None
+    """Progress of the ``ElasticLoader``; absent until a rank has reported one."""
+    datasets: list[DatasetStatus] = Field(default_factory=list)
+    """Progress of the datasets with dynamic shards that are not streams."""
+    streams: list[StreamStatus] = Field(default_factory=list)
+    """Progress of the datasets that are streams."""
 
 
 class DiagnosisStatus(_StatusModel):
@@ -792,12 +803,8 @@ class JobStatus(_StatusModel):
     """Number of checkpoints that could not be stored."""
     store_answer: StoreAnswer | None = None
     """The answer to the newest ``spec.storeCheckpoint``; absent until there is one."""
-    streams: list[StreamStatus] = Field(default_factory=list)
-    """Progress of the datasets that are streams."""
-    datasets: list[DatasetStatus] = Field(default_factory=list)
-    """Progress of the other datasets with dynamic shards."""
-    loader: LoaderStatus | None = None
-    """Progress of the script's ``ElasticLoader``; absent until a rank has reported one."""
+    data: DataStatus = Field(default_factory=DataStatus)
+    """How far the data are trained."""
     diagnosis: DiagnosisStatus | None = None
     """The newest snapshot of all ranks; absent if none was taken."""
     conditions: list[Condition] = Field(default_factory=list)
@@ -891,10 +898,11 @@ class Training(JobStatus):
         """
         fields = {name: getattr(status, name) for name in JobStatus.model_fields}
         fields |= {"conditions": [], "nodes": [], "events": []}
-        fields["streams"] = [
+        streams = [
             one.model_copy(update={"partitions": one.partitions[:TRAINING_PARTITIONS]})
-            for one in status.streams
+            for one in status.data.streams
         ]
+        fields["data"] = status.data.model_copy(update={"streams": streams})
         if status.tables is not None:
             shown = status.tables.servers[:TRAINING_NODES]
             fields["tables"] = status.tables.model_copy(update={"servers": shown})

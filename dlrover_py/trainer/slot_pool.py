@@ -26,7 +26,7 @@ def fillable_slots(
     """Return the indices of the slots that may be filled, the best first.
 
     Empty slots come first, then those with the oldest checkpoints. The protected checkpoints are
-    spared. The newest checkpoint that is to go to storage is spared as well. An older one would be
+    kept. The newest checkpoint that is to go to storage is kept as well. An older one would be
     given up in favor of the newest anyway.
 
     Args:

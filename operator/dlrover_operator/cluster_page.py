@@ -14,10 +14,17 @@ from dlrover_operator.host_watch import faults_in, is_host
 from dlrover_operator.observed import Obj
 from dlrover_py.protocol import names
 from dlrover_py.protocol.hosts import HostFaultKind
-from dlrover_py.protocol.job_object import read_conditions, read_events, read_phase, read_status
+from dlrover_py.protocol.job_object import (
+    left_out_notes,
+    nodes_left_out,
+    read_conditions,
+    read_events,
+    read_phase,
+    read_status,
+)
 from dlrover_py.protocol.job_view import JobView
 from dlrover_py.protocol.status import HostFault, NodePhase, unix_seconds
-from dlrover_py.protocol.words import are, counted, minutes
+from dlrover_py.protocol.words import minutes
 
 ROWS = 100
 """Most rows of a table on one page."""
@@ -188,7 +195,7 @@ def host_table(jobs: Iterable[Obj], asked: Filter, now: float) -> TablePage:
     hosts = [host for host in _hosts(chosen) if asked.text in host.name]
     hosts.sort(key=lambda h: (not h.avoided_in, not h.bad_in, -len(h.faults), h.name))
     rows = hosts[asked.start : asked.start + ROWS]
-    left_out = sum(_left_out(job) for job in chosen)
+    left_out = sum(nodes_left_out(job) for job in chosen)
     spaces = dict(sorted(namespaces.items()))
     return TablePage(rows, len(hosts), asked, now, namespaces=spaces, left_out=left_out)
 
@@ -197,8 +204,6 @@ def job_view(job: Obj) -> JobView:
     """Return what an ElasticJob alone says about itself: not its Pods, nor Kubernetes events."""
     meta, status, conditions = job["metadata"], read_status(job), read_conditions(job)
     phase, reason = read_phase(job, status, conditions)
-    left_out = _left_out(job)
-    notes = [f"{counted(left_out, 'node')} {are(left_out)} not in the status"] if left_out else []
     return JobView(
         name=meta["name"],
         header_lines=[],
@@ -208,13 +213,8 @@ def job_view(job: Obj) -> JobView:
         conditions=conditions,
         events=read_events(status, ()),
         document=job,
-        notes=notes,
+        notes=left_out_notes(job),
     )
-
-
-def _left_out(job: Obj) -> int:
-    """Return the number of nodes that the status of a job leaves out: it has 64 at most."""
-    return int(((job.get("status") or {}).get("training") or {}).get("leftOut") or 0)
 
 
 def _phase(job: Obj) -> str:

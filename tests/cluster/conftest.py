@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Where the time is limited, each day it is other files that come last.
     """
     files = list(dict.fromkeys(item.path for item in items))
-    if UNTIL is not None:
+    if UNTIL is not None and files:
         first = time.localtime().tm_yday * 7 % len(files)
         items.sort(key=lambda item: (files.index(item.path) - first) % len(files))
     for item in items:

@@ -22,7 +22,7 @@ def until_trained(run: Job, units: int) -> JobStatus:
     """Wait until the watermarks of all partitions together have reached a number of units."""
 
     def reached(status: JobStatus) -> bool:
-        trained = sum(one.watermark for each in status.streams for one in each.partitions)
+        trained = sum(one.watermark for each in status.data.streams for one in each.partitions)
         return trained >= units
 
     return run.until(reached, f"{units} units below the watermarks")
@@ -44,7 +44,7 @@ def test_a_worker_and_the_master_die_while_a_stream_grows(place: Place) -> None:
         os.kill(run.snapshot().master_pid, signal.SIGKILL)
         append(folder / "third.jsonl", 60, 90)
         status = until_trained(run, sum(path.stat().st_size for path in folder.iterdir()))
-        (found,) = status.streams
+        (found,) = status.data.streams
         assert (found.lag, found.partition_count, found.ended) == (0, 3, False)
         (folder / "_END").touch()
         assert run.wait() == 0, "".join(run.output)

@@ -94,7 +94,7 @@ class Site:
     def gather(self, mine: list[Any]) -> list[list[Any]]:
         return [one.plain() for one in self.said]
 
-    def amend(self, change: Callable[[SlotHeader], SlotHeader]) -> None:
+    def update_headers(self, change: Callable[[SlotHeader], SlotHeader]) -> None:
         self.node.slots |= {n: change(s) for n, s in self.node.slots.items() if n in self._names}
 
     def stage(self, step: int, *_: Any, timeline: Timeline, persist: bool, copy: bool,

@@ -465,7 +465,7 @@ MUTANTS = {
     "a push that comes again is applied again": (
         replication, "elif number > last and", "elif (number > last or True) and"),
     "an acknowledgement does not wait for backups": (
-        replication, "safe = _copied(state, spared)", "safe = state.version"),
+        replication, "safe = _copied(state, left_out)", "safe = state.version"),
     "a learner is not waited for after it is in sync": (
         replication, "follower.required, follower.synced_at = True, state.version",
         "follower.synced_at = state.version"),

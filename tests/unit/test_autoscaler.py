@@ -9,10 +9,11 @@ from dlrover_py.master.core.events import RoomSeen, Rules
 from dlrover_py.protocol.agents import LoaderState
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.protocol.job_view import loader_line
 from dlrover_py.protocol.names import NodeId
 from dlrover_py.protocol.reasons import ConditionReason
 from dlrover_py.protocol.status import Condition, LoaderStatus
-from tests.builders import WALL, Bench, elastic_job, job_file
+from tests.builders import WALL, Bench, crash, elastic_job, job_file
 
 RULES = Rules(measure_s=1.0, settle_s=0.0)
 
@@ -204,19 +205,28 @@ def test_samples_of_a_data_loader_count_without_a_metric() -> None:
     assert len(samples.members) == 4
     assert samples.job.state.scaling.in_samples
     assert samples.job.state.scaling.samples[4].speed == pytest.approx(1280, rel=0.1)
-    assert samples.job.status(samples.now, 0.0).loader is None  # it has not said where it is
+    assert samples.job.status(samples.now, 0.0).data.loader is None  # it has not said where it is
 
 
 def test_the_status_says_how_far_the_data_loader_is() -> None:
     bench = started(scaling_job(most=2))
-    assert bench.job.status(bench.now, 0.0).loader is None
-    for agent in bench.living():
+    assert bench.job.status(bench.now, 0.0).data.loader is None
+    for i, agent in enumerate(bench.living()):  # their reports do not come at the same moment
         agent.loader = LoaderState(
-            micro_batch=32, share=32, batch=64, epoch=1, position=640, samples=6000
+            micro_batch=32, share=32, batch=64, epoch=1, position=640 + 64 * i, samples=6000
         )
     bench.exchange()
     status = bench.job.status(bench.now, 0.0)
-    assert status.loader == LoaderStatus(epoch=1, position=640, samples=6000, batch=64)
+    assert status.data.loader == LoaderStatus(epoch=1, position=640, samples=6000, batch=64)
+    assert loader_line(status.data.loader).startswith("ElasticLoader: epoch 2, 640 of 6000 samples")
+    ended = status.data.loader.model_copy(update={"epoch": 2, "position": 0})
+    assert loader_line(ended) == "ElasticLoader: 2 epochs of 6000 samples trained, 64 in a step"
+    bench.agent("n1").fail(crash())
+    bench.exchange()
+    bench.settle()
+    assert bench.job.status(bench.now, 0.0).data.loader == status.data.loader, (
+        "until a node says more"
+    )
 
 
 def test_a_number_of_samples_in_some_reports_only_is_kept() -> None:

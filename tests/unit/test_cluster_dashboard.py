@@ -280,7 +280,7 @@ async def test_a_job_that_has_ended_keeps_its_page_of_how_it_went(bed: Bed, end:
         f"the job has {end.lower()}",  # why
         "node n1 was lost: host-1 was killed",  # which ended the first round
         "first step of round 2 is 21",
-        "detect 40 ms, restore 1.5 s",
+        "detect 40 ms, decide <10 ms, restore 1.5 s",
         "A: productive, 75.0% (15.0 s)",
         "3 checkpoints stored; the newest in storage is /ckpt/60",
     ):

@@ -97,6 +97,9 @@ def test_a_command_that_does_not_join_is_trouble_until_a_round_is_formed(
     accepted = told("Accepted", "True", f"{words}\nmore") | {"reason": "DoesNotJoin"}
     status = MASTER | {"round": rounds, "phase": "Running" if rounds else "Pending"}
     seen = job_view(job(training=status, conditions=[accepted]), (), (), where="there")
+    assert not seen.notes
+    cut = job(training=status | {"leftOut": 7}, conditions=[accepted])
+    assert job_view(cut, (), (), where="there").notes == ["7 nodes are not in the status"]
     said = [problem_line(c) for c in seen.problems]
     assert said == ([f"DoesNotJoin: {words}"] if told_of else [])
 

@@ -34,6 +34,7 @@ from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.status import (
     Condition,
     DatasetStatus,
+    DataStatus,
     DiagnosisStatus,
     EvidenceManifest,
     GoodputCeiling,
@@ -1272,8 +1273,8 @@ def test_the_page_shows_how_far_data_is_and_what_is_in_quarantine() -> None:
     view = running()
     assert view.status is not None
     loader = LoaderStatus(epoch=1, position=640, samples=6000, batch=64)
-    data = {"datasets": [dataset], "streams": [stream], "loader": loader}
-    shown = view.status.model_copy(update=data)
+    data = DataStatus(datasets=[dataset], streams=[stream], loader=loader)
+    shown = view.status.model_copy(update={"data": data})
     page = pages.JobPage(replace(view, status=shown), History(), AT)
     text = Page(pages.section("data", page)).text
     assert "d: epoch 2 of 3, 4 of 10 shards finished, 1 begun" in text

@@ -282,7 +282,7 @@ ANSWERS = [
             {"locations": [{"rank": 0, "node": "n", "addr": "h", "port": 1, "part": "p"}]},
         )
     ),
-    *coded({"error": "e", "code": "trouble"}, {}, {"nbytes": 1 << 61}),
+    *coded({"error": "e", "code": "retry later"}, {}, {"nbytes": 1 << 61}),
 ]
 
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrover_py.cli.view import JobView
+from dlrover_py.dashboard import pages
 from dlrover_py.dashboard.pages import report as page
 from dlrover_py.dashboard.timeline import (
     node_timelines,
@@ -150,7 +151,7 @@ def test_the_page_tells_the_story() -> None:
         "demo", "Succeeded", "because [of] that", "20.0 s", "30 of 60", "75.0%", "loss 1.5",
         "round 1", "round 2", f"node n1 was {LOST}", "no steps are repeated", "1.0 s",
         "A: productive, 75.0%", "B: program startup, 20.0% (4.0 s)", "master of term 2",
-        "C: wasted progress, 5.0% (1.0 s)", "detect 40 ms, restore 1.5 s",
+        "C: wasted progress, 5.0% (1.0 s)", "detect 40 ms, decide <10 ms, restore 1.5 s",
     ):  # fmt: skip
         assert words in found.text, words
     assert found.attributes.count(("role", "img")) == 3
@@ -159,6 +160,18 @@ def test_the_page_tells_the_story() -> None:
     places = [tuple(map(float, pair.split(","))) for pair in line.split()]
     assert len(places) >= 16
     assert places == sorted(places, key=lambda place: place[0])
+
+
+@pytest.mark.parametrize(
+    ("node", "events"), [("n0", [2, 7]), ("n1", [3, 6]), ("n3", [8]), ("n9", [])]
+)
+def test_the_page_of_a_node_has_its_events_and_its_rounds(node: str, events: list[int]) -> None:
+    """One event may name several nodes, and a node that never failed had an empty table."""
+    shown = pages.JobPage(picture(told(), STORY), History(), AT + 100)
+    assert [event.id for event in shown.events_of(node)] == events
+    assert ("None of the events" in pages.render("node_now.html", page=shown, node=node)) is (
+        not events
+    )
 
 
 def test_what_ended_each_round_is_told_once() -> None:

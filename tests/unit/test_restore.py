@@ -905,7 +905,7 @@ def test_what_a_peer_did_not_send_without_a_word_is_read_elsewhere(
     raw = value.numpy().tobytes()
     chunk = TensorChunk("w", "float32", (4,), (4,), (0,))
     mute: Any = Mute()
-    peer = PeerSource(mute, "0.0", "write_id", threading.Lock())
+    peer = PeerSource(mute, "0.0", "written once", threading.Lock())
     catalog.add(chunk, TensorLocation(peer, "", 0, shm.digest(raw)))
     catalog.add(chunk, TensorLocation(there, "", there.put(raw), shm.digest(raw)))
     nbytes = copy_leaves(catalog, [StateLeaf(chunk, found, False)], LOG)

@@ -59,7 +59,7 @@ class Run:
     room: int | None = None
     remaining: float | None = None
     record: ScalingRecord = field(default_factory=ScalingRecord)
-    wish: PendingChange = field(default_factory=PendingChange)
+    pending: PendingChange = field(default_factory=PendingChange)
     reasons: list[str] = field(default_factory=list)
     sizes_taken: list[tuple[float, int]] = field(default_factory=list)
 
@@ -92,16 +92,16 @@ class Run:
         error = self.random.gauss(1, self.noise) if self.noise else 1.0
         speed = self.curve(view.size) * max(0.2, error)
         self.record.measured(view.size, speed, self.now, self.noise)
-        decision = decide(self.record, view, self.wish)
+        decision = decide(self.record, view, self.pending)
         assert decision.target in self.sizes, "a target is an allowed size"
         assert decision.again_at > self.now
-        assert decision == decide(self.record, view, self.wish), "the same again"
+        assert decision == decide(self.record, view, self.pending), "the same again"
         self.reasons.append(decision.reason)
         self.record.move(decision, view)
         if decision.target != view.target:
             self.record.resized(self.resize_s)
             self.sizes_taken.append((self.now, self.size))
-            again = decide(self.record, self.view(), self.wish)
+            again = decide(self.record, self.view(), self.pending)
             assert again.target == decision.target, "one change at a time"
 
     def hours(self, hours: float) -> "Run":
@@ -214,8 +214,8 @@ def test_nodes_that_do_not_come_are_given_back() -> None:
     view = replace(run.view(), size=5)
     run.record.observe(5, 8, run.now)
     late = run.now + WAITS * AUTO.scale_up_delay_seconds
-    assert decide(run.record, replace(view, now=late - 1), run.wish).target == 8
-    given = decide(run.record, replace(view, now=late), run.wish)
+    assert decide(run.record, replace(view, now=late - 1), run.pending).target == 8
+    given = decide(run.record, replace(view, now=late), run.pending)
     assert (given.target, given.reason) == (5, "8→5: 3 nodes did not come")
 
 
@@ -294,15 +294,15 @@ def test_a_growth_whose_gain_is_not_clear_is_measured_longer() -> None:
     record.measured(8, 9.9, NOW + 60, 0.03)
     run.now = NOW + 60
     view = run.view()
-    found = decide(record, view, run.wish)
+    found = decide(record, view, run.pending)
     assert (found.target, found.why) == (8, ConditionReason.MEASURING)
     assert "is not clear yet: the speeds differ too much" in found.reason
-    later = decide(record, replace(view, now=found.again_at), run.wish)
+    later = decide(record, replace(view, now=found.again_at), run.pending)
     assert later.target == 4
     record.samples[8] = Sample(9.9, NOW + 60, 0.003)
     record.samples[4].error = 0.003
-    assert decide(record, view, run.wish).target == 4
-    slow = decide(record, replace(view, slow=True), run.wish)
+    assert decide(record, view, run.pending).target == 4
+    slow = decide(record, replace(view, slow=True), run.pending)
     assert slow.target == 8
     assert slow.reason.endswith("is not clear yet: the steps are slow")
 

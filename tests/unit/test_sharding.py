@@ -152,7 +152,7 @@ def test_a_poison_shard_becomes_a_condition_and_an_event() -> None:
     script = Script(bench, "n0")
     script.ask()
     script.finish()
-    (told,) = bench.job.status(bench.now, 0.0).datasets
+    (told,) = bench.job.status(bench.now, 0.0).data.datasets
     assert (told.name, told.epoch, told.shards) == ("d", 0, SPEC.shards)
     assert (told.finished, told.begun, told.quarantined) == (1, 0, 1)
     assert told.quarantine[0].startswith("shard 0: ")
@@ -236,13 +236,13 @@ def test_the_status_has_the_watermarks_and_the_lag_of_a_stream() -> None:
     script.ask(spec=spec, ends={"a": 15, "b": 30})
     (lease,) = script.leases
     script.ask(spec=spec, credits=[Credit(token=lease.token, ranges=lease.todo)])
-    (found,) = bench.job.status(bench.now, 0.0).streams
+    (found,) = bench.job.status(bench.now, 0.0).data.streams
     assert (found.name, found.watermark, found.lag, found.ended) == ("d", 0, 35, False)
     shown = [(one.name, one.watermark, one.end, one.lag) for one in found.partitions]
     assert shown == [("b", 0, 30, 30), ("a", 10, 15, 5)]
     assert bench.journal is not None
     assert bench.journal.shards["d"].stream.partitions["a"].credited == [(0, 10)]
     bench.restart_master()
-    assert bench.job.status(bench.now, 0.0).streams == [found]
+    assert bench.job.status(bench.now, 0.0).data.streams == [found]
     line = stream_line(found)
     assert line == "d: watermark 0 or more in 2 partitions, lag 35, most in b (0 of 30)"

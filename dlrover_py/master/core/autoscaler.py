@@ -271,11 +271,11 @@ class Autoscaler:
         Args:
             reported: The number in the newest metrics; 0 if there is none.
         """
-        loader = self.live.loader
+        number, samples = self.live.loader_batch
         if SAMPLES[0] <= reported <= SAMPLES[1]:
             self._batch = reported
-        elif not self._batch and loader is not None and loader[0] == self.state.round:
-            self._batch = float(loader[1].batch)
+        elif not self._batch and number == self.state.round:
+            self._batch = float(samples)
 
     def _note_speed(self, size: int, batch: float) -> None:
         """Record the measured speed of this size, if its error is small enough."""

@@ -690,12 +690,9 @@ class Checkpoints:
         self.commits += 1
         self.last_write = run.id.step, now - run.begun
         self.failing = ""
-        self._close(run)
+        self._close(run, stored=True)
         self._outcome.journal_changed = True
-        if (one := self.memory.checkpoints.get(run.id)) is not None:
-            one.stored = True
-        stored = self.stored
-        where = f" in {stored.where}" if stored and stored.step == run.id.step else ""
+        where = f" in {at.where}" if (at := self.stored) and at.step == run.id.step else ""
         message = f"the checkpoint of step {run.id.step} was stored{where}"
         message += f" after {duration(now - run.begun)}"
         self._outcome.note(EventReason.CHECKPOINT_STORED, message)
@@ -725,12 +722,12 @@ class Checkpoints:
         self._outcome.reassign.update(run.ranks)
         self._close(run)
 
-    def _close(self, run: _PersistRun) -> None:
+    def _close(self, run: _PersistRun, *, stored: bool = False) -> None:
         """Clear and count an attempt that has ended; another one may then begin."""
         self._run = None
         self._needs_decision = True
         if (one := self.memory.checkpoints.get(run.id)) is not None:
-            one.tried += 1
+            one.tried, one.stored = one.tried + 1, one.stored or stored
 
     def _cancel(self, why: str) -> None:
         """Cancel the attempt and record an event; the checkpoint may be written again later."""

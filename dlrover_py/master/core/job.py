@@ -104,7 +104,7 @@ class Job:
         training = TrainingReports(context, transitions, failures, self._goodput, tuning)
         self._reports = Reports(context, assignments, admission, departures, failures, training)
         self._readers_of_reports = self._reports, self._sharding, self.detectors
-        self._status = StatusReport(context, self._goodput)
+        self._status = StatusReport(context, self._goodput, tuning)
         self._written = -1
         """Generation of the state that was returned last."""
         state.accept(spec)

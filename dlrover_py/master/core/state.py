@@ -36,7 +36,6 @@ from dlrover_py.protocol.agents import (
     Count,
     FailureClass,
     LoaderSettings,
-    LoaderState,
     Progress,
     WorkerFailure,
 )
@@ -489,8 +488,8 @@ class TransientState:
     """What the coordinator has said last of the tables; None if this master has not heard it."""
     tables_risk: tuple[ConditionReason, str] | None = None
     """Whether rows are lost or in danger, and why; None before the first time."""
-    loader: tuple[int, LoaderState] | None = None
-    """Number of a round, and the newest state of a data loader in it; None before the first."""
+    loader_batch: tuple[int, int] = (-1, 0)
+    """Number of a round, and the samples of a step that a data loader has reported in it."""
     speed: MeasuredSpeed | None = None
     """The speed by the number of nodes; None if none was measured."""
     snapshot: int = 0

@@ -9,17 +9,18 @@ from dlrover_py.master.core.history import CoreContext
 from dlrover_py.master.core.nodes import Node, Readiness
 from dlrover_py.master.core.servers import runs
 from dlrover_py.master.core.topology import in_words
-from dlrover_py.protocol.agents import AgentReport, LoaderState, WorkerPhase
+from dlrover_py.master.core.tuning import Tuning
+from dlrover_py.protocol.agents import AgentReport, WorkerPhase
 from dlrover_py.protocol.names import NodeId, id_key
 from dlrover_py.protocol.reasons import ConditionReason, ConditionType
 from dlrover_py.protocol.status import (
     Condition,
     DatasetStatus,
+    DataStatus,
     HeldCheckpoint,
     JobPhase,
     JobStatus,
     LastCheckpoint,
-    LoaderStatus,
     NodeRole,
     NodeStatus,
     PartitionStatus,
@@ -42,9 +43,9 @@ ENDED = "the job has ended and needs no nodes"
 class StatusReport:
     """Makes the complete status of the job from its state."""
 
-    def __init__(self, context: CoreContext, goodput: Goodput) -> None:
+    def __init__(self, context: CoreContext, goodput: Goodput, tuning: Tuning) -> None:
         self.state, self.live, self.log = context.state, context.live, context.log
-        self._goodput = goodput
+        self._goodput, self._tuning = goodput, tuning
         self._conditions: dict[str, Condition] = {}
         self._shown: dict[NodeId, tuple[tuple[int, int | None, int], NodeStatus]] = {}
         """The last status of each node, with the versions that it was made from; most are equal
@@ -102,17 +103,7 @@ class StatusReport:
             checkpoints_stored=self.live.checkpoints.commits,
             checkpoint_failures=self.live.checkpoints.failures,
             store_answer=self.state.checkpoints.store_answer,
-            streams=[
-                _stream_status(name, record.stream)
-                for name, record in self.state.shards.items()
-                if record.spec.range_size is not None
-            ],
-            datasets=[
-                _dataset_status(name, record)
-                for name, record in self.state.shards.items()
-                if record.spec.range_size is None
-            ],
-            loader=_loader_status(self.live.loader),
+            data=self._data(),
             diagnosis=self.live.diagnosis,
             conditions=list(self._conditions.values()),
             nodes=[self._node_status(n, members.get(n.id)) for n in self._ordered[1]],
@@ -123,6 +114,16 @@ class StatusReport:
             ended_at=self.state.ended_at,
             published_at=wall,
         )
+
+    def _data(self) -> DataStatus:
+        """Return how far the data are trained."""
+        streams, datasets = [], []
+        for name, record in self.state.shards.items():
+            if record.spec.range_size is not None:
+                streams.append(_stream_status(name, record.stream))
+            else:
+                datasets.append(_dataset_status(name, record))
+        return DataStatus(loader=self._tuning.status(), datasets=datasets, streams=streams)
 
     def _updated(self) -> int | None:
         """Return the number of present nodes that were created from the present template.
@@ -467,17 +468,6 @@ def _dataset_status(name: str, record: QueueRecord) -> DatasetStatus:
         quarantined=len(record.quarantined),
         quarantine=[f"shard {shard}: {record.quarantined[shard].why}" for shard in shown],
     )
-
-
-def _loader_status(reported: tuple[int, LoaderState] | None) -> LoaderStatus | None:
-    """Return how far the data loader is; None if it has not said where it is.
-
-    Args:
-        reported: Number of a round, and the newest state of a data loader in it.
-    """
-    if reported is None or not reported[1].samples:
-        return None
-    return LoaderStatus(**reported[1].model_dump(include=set(LoaderStatus.model_fields)))
 
 
 def _stream_status(name: str, stream: StreamRecord) -> StreamStatus:

@@ -13,7 +13,7 @@ from dlrover_py.protocol.job import TuningSpec
 from dlrover_py.protocol.names import NodeId
 from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.sdk import MAX_TUNING
-from dlrover_py.protocol.status import JobPhase
+from dlrover_py.protocol.status import JobPhase, LoaderStatus
 from dlrover_py.protocol.words import counted
 
 NO_LOADER = "the script reports its steps and has no ElasticLoader, so nothing can be changed"
@@ -49,12 +49,25 @@ class Tuning:
             self._change(flag=True)
         if report.loader is not None:
             self._loaders[node.id] = report.loader
-            self.live.loader = self.state.round, report.loader
+            if report.loader.batch:
+                self.live.loader_batch = self.state.round, report.loader.batch
             if report.loader.number > self.state.tuning.number:
                 # The journal was lost: the workers would ignore lower numbers.
                 self._change(number=min(MAX_TUNING, report.loader.number + 1))
         self._trains = self._trains or report.progress is not None
         self._unseen = True
+
+    def status(self) -> LoaderStatus | None:
+        """Return how far the data loaders are; None until a node has said where its own is.
+
+        The nodes report at different times. So it is the place of the node that is furthest back.
+        """
+        states = (self._loaders or self._last_loaders).values()
+        known = [state for state in states if state.samples]
+        if not known:
+            return None
+        behind = min(known, key=lambda state: (state.epoch, state.position))
+        return LoaderStatus(**behind.model_dump(include=set(LoaderStatus.model_fields)))
 
     def back_off(self, node_id: NodeId) -> str:
         """Make the micro-batch smaller after a node ran out of memory; return why.

@@ -177,7 +177,7 @@ class LoaderTuner:
         return changed
 
     def end(self) -> None:
-        """Report the position at the end of a loop, which may be the last one."""
+        """Report the position at the end of an epoch: no step of another one may follow."""
         self._report(urgent=True)
 
     def _vote(self) -> list[int]:

@@ -199,7 +199,7 @@ def _condition(condition: Condition, times: Mapping[str, tuple[str, str]], gener
     }
 
 
-VOLATILE = ("progress", "goodput", "nodes", "streams", "datasets", "loader", "summary", "tables")
+VOLATILE = ("progress", "goodput", "nodes", "data", "summary", "tables")
 """Fields of the status whose change is not written immediately."""
 
 
