@@ -3,12 +3,15 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from urllib.parse import urlencode
+from urllib.request import HTTPCookieProcessor, build_opener
 
 import pytest
 import yaml
@@ -537,6 +540,34 @@ async def test_a_drained_server_is_a_pod_that_is_deleted(terminal: Terminal) -> 
     put_servers(cluster, "ps0")
     out, _ = await asyncio.wait_for(process.communicate(), 60)
     assert (process.returncode, out) == (0, b"x: ps1 has left\n")
+
+
+async def test_pages_show_and_change_a_job_of_a_cluster(terminal: Terminal) -> None:
+    cluster = terminal.cluster
+    job = put_job(cluster, phase="Running", training=training() | {"leftOut": 7})
+    put_pod(cluster, job, "n0", "Running")
+    cluster.logs["default", "x-n0"] = "n0 step 1\n"
+
+    def look(link: str) -> None:
+        browser, base = build_opener(HTTPCookieProcessor()), link.partition("/enter")[0]
+        page = browser.open(link).read().decode()
+        assert "7 nodes are not in the status" in page, "they would seem to be gone"
+        with browser.open(f"{base}/jobs/x/nodes/n0/log", timeout=60) as stream:
+            assert any(b"n0 step 1" in line for line in stream)
+        (csrf,) = set(re.findall(r'name="csrf" value="([^"]+)"', page))
+        form = urlencode({"csrf": csrf, "value": "3"}).encode()
+        said = browser.open(f"{base}/jobs/x/actions/scale", form).read().decode()
+        assert "x is scaled to 3 nodes" in said
+
+    process = await terminal.start("x", "-n", "default", of="dashboard")
+    assert process.stdout is not None
+    link = (await process.stdout.readline()).decode().split()[-1]
+    await asyncio.to_thread(look, link)
+    process.send_signal(signal.SIGINT)
+    assert await asyncio.wait_for(process.wait(), 30) == 0
+    changed = cluster.one(ELASTICJOBS, "x")
+    assert changed is not None
+    assert changed["spec"]["replicaSpecs"]["worker"]["replicas"] == 3
 
 
 async def test_scale_suspend_resume(terminal: Terminal) -> None:
