@@ -9,8 +9,8 @@
 # take minutes and much of that is waiting. If one of them fails, no further test begins.
 #
 # With DLROVER_TEST_MINUTES=N, no file with processes begins after N minutes, and no test on a cluster
-# after one and a half times as many. Those that are left are named at the end, and each day it is
-# others that come last. So a slow machine has a result in time. All of it is interrupted after 2.6
+# after twice as many. Those that are left are named at the end, and each day it is others that come
+# last. So a slow machine has a result in time. All of it is interrupted after 2.6
 # times as many minutes, and what has hung shows where it was.
 #
 #   bash scripts/test.sh .venv
@@ -23,7 +23,7 @@ pytest=("$venv/bin/pytest" -rfEs -p no:cacheprovider --durations=40 --durations-
 # The files that take longest come first.
 minutes=${DLROVER_TEST_MINUTES:-0}
 others=(tests/process/test_*.py)
-[ "$minutes" = 0 ] || export DLROVER_CLUSTER_TESTS_UNTIL=$(($(date +%s) + minutes * 90))
+[ "$minutes" = 0 ] || export DLROVER_CLUSTER_TESTS_UNTIL=$(($(date +%s) + minutes * 120))
 first_other=$((minutes ? 10#$(date +%j) * 7 % ${#others[@]} : 0))
 queue=(tests/process/test_{exact_data,flash,examples,membership}.py
     tests/process/test_{operator,replicas,conformance,reshard,dropin,persist,exact_frameworks}.py
