@@ -10,8 +10,8 @@
 #
 # With DLROVER_TEST_MINUTES=N, no file with processes begins after N minutes, and no test on a cluster
 # after twice as many. Those that are left are named at the end, and each day it is others that come
-# last. So a slow machine has a result in time. All of it is interrupted after 2.6
-# times as many minutes, and what has hung shows where it was.
+# last. So a slow machine has a result in time. All of it is interrupted after 2.6 times as many
+# minutes, and what has hung shows where it was.
 #
 #   bash scripts/test.sh .venv
 set -uo pipefail
@@ -49,7 +49,7 @@ first() { # what the tests of a stream need
 }
 oldest_torch() { # some tests with the oldest torch, in an environment of its own
     [ -e "$said/interrupted" ] && return
-    MATRIX_PYTHON=$1 nice -n 10 bash scripts/matrix.sh reduced && return
+    MATRIX_PYTHON=$venv/bin/python nice -n 10 bash scripts/matrix.sh reduced && return
     touch "$said/failed"
     echo "FAILED scripts/matrix.sh reduced"
 }
@@ -70,7 +70,7 @@ take_parts() { # runs what computes, part by part: each has every $parts-th file
         for ((i = part; i < ${#computing[@]}; i += parts)); do files+=("${computing[i]}"); done
         take "part-$part" run "${files[@]}"
     done
-    take torch oldest_torch "$venv/bin/python"
+    take torch oldest_torch
     prepared
     # tests/local has a process of its own: a fork of the one that has run all unit tests, with torch
     # and its threads, sometimes ended with a segmentation fault before its exec.

@@ -312,13 +312,7 @@ class JobPage:
 
     def events_of(self, node: str) -> list[JobEvent]:
         """Return the events about a node, and those of the rounds that it was in, oldest first."""
-        rounds = {one.number for one in self.rounds if node in one.members}
-        return [
-            event
-            for event in self.events
-            if node in timeline.nodes_of(event)
-            or (event.reason == EventReason.ROUND_FORMED and event.round in rounds)
-        ]
+        return timeline.events_of(node, self.events, self.rounds)
 
     @property
     def rounds_shown(self) -> Sequence[timeline.RoundTimeline]:

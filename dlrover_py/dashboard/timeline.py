@@ -246,7 +246,7 @@ def node_timelines(status: JobStatus, events: Sequence[JobEvent], end: float) ->
     last: dict[str, float] = {}
     lost: set[str] = set()
     for event in events:
-        for node in nodes_of(event):
+        for node in _nodes_of(event):
             if node not in first and event.reason == EventReason.NODE_LEFT:
                 continue
             first.setdefault(node, event.at)
@@ -274,11 +274,30 @@ def node_timelines(status: JobStatus, events: Sequence[JobEvent], end: float) ->
     ]
 
 
-def nodes_of(event: JobEvent) -> list[str]:
+def _nodes_of(event: JobEvent) -> list[str]:
     """Return the nodes that an event is about. One event may name several nodes that joined."""
     if event.reason == EventReason.NODE_JOINED and event.node is None:
         return sorted(_names(event.message.partition(": ")[2]))
     return [event.node] if event.node is not None else []
+
+
+def events_of(
+    node: str, events: Sequence[JobEvent], rounds: Sequence[RoundTimeline]
+) -> list[JobEvent]:
+    """Return the events about a node, and those of the rounds that it was in, in their order.
+
+    Args:
+        node: Id of the node.
+        events: All events of the job.
+        rounds: The rounds that these tell of.
+    """
+    own = {one.number for one in rounds if node in one.members}
+    return [
+        event
+        for event in events
+        if node in _nodes_of(event)
+        or (event.reason == EventReason.ROUND_FORMED and event.round in own)
+    ]
 
 
 def with_node_and_round(events: Sequence[JobEvent]) -> list[JobEvent]:

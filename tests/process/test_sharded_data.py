@@ -7,14 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests import exact_runs
-from tests.exact_runs import at_step
+from tests.exact_runs import EXACT, at_step
 from tests.flash import OPEN, permit
 from tests.process.harness import CALM, Place, job, members
 from tests.programs import PROGRAMS
 
 pytestmark = pytest.mark.timeout(600)
-EXACT = 1e-12
-"""Tolerance of weights of 64 bits, whose additions have another order."""
 
 
 def test_ranks_of_one_copy_of_a_model_get_the_same_samples(place: Place, tmp_path: Path) -> None:

@@ -10,15 +10,13 @@ import pytest
 from dlrover_py.protocol.status import JobEvent, JobStatus
 from dlrover_py.trainer.data.verify import verify
 from tests import exact_runs
-from tests.exact_runs import at_step
+from tests.exact_runs import EXACT, at_step
 from tests.flash import OPEN, permit
 from tests.process.harness import CALM, Job, Place, job, members
 from tests.programs import PROGRAMS
 
 SCRIPT = PROGRAMS / "train_while_tuned.py"
 EPOCHS = 2
-EXACT = 1e-12
-"""Tolerance of weights of 64 bits, whose additions have another order."""
 
 Step = tuple[int, tuple[int, ...]]
 """The number of loader workers in a step, and the samples of each micro-batch."""
