@@ -10,6 +10,7 @@ step, then this rank has its record, even if it was killed in the step.
 
 import logging
 import os
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -219,7 +220,8 @@ class DigestingCollate:
     def __call__(self, found: tuple[list[int], Sequence[Any]]) -> DigestedBatch:
         """Return the batch and the digest of its samples."""
         samples, items = found
-        return DigestedBatch(digest_of(torch.tensor(samples)), self._collate(items))
+        numbers = torch.frombuffer(array("q", samples), dtype=torch.int64)
+        return DigestedBatch(digest_of(numbers), self._collate(items))
 
 
 def digest_of(samples: Tensor) -> int:

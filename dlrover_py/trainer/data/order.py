@@ -105,9 +105,9 @@ class _Permutation:
         for index, key in enumerate(self._keys):
             mask = key if tweak is None else tweak ^ key
             if index % 2:
-                high = (high + (_hash(low ^ mask) * self._high_base >> 32)) % self._high_base
+                high = _add(high, _hash(low ^ mask), self._high_base)
             else:
-                low = (low + (_hash(high ^ mask) * self._low_base >> 32)) % self._low_base
+                low = _add(low, _hash(high ^ mask), self._low_base)
         return high * self._low_base + low
 
 
@@ -118,16 +118,39 @@ def hash_samples(samples: Tensor) -> Tensor:
     """
     # Products are modulo 2**64. The multipliers are odd, and have their bits from 2**64 / φ.
     values = samples * -0x61C8864680B583EB
-    values = (values ^ (values >> 32)) * -0x61C8864680B583EB
-    return values ^ (values >> 29)
+    values ^= values >> 32
+    values *= -0x61C8864680B583EB
+    values ^= values >> 29
+    return values
+
+
+def _add(digits: Tensor, hashes: Tensor, base: int) -> Tensor:
+    """Return the sum of digits and hashes, as digits in a base. The hashes are overwritten.
+
+    Args:
+        digits: numbers from 0 to ``base - 1``.
+        hashes: numbers of 32 bits, which are scaled to the same range.
+        base: number of digits, less than 2**31.
+    """
+    # A loader does this for each sample, and a new tensor costs more than the arithmetic.
+    hashes *= base
+    hashes >>= 32
+    hashes += digits
+    hashes %= base
+    return hashes
 
 
 def _hash(values: Tensor) -> Tensor:
-    """Return a hash of 32 bits of each value of 32 bits.
+    """Return a hash of 32 bits of each value of 32 bits. The values are overwritten.
 
     The multipliers and shifts are those of *lowbias32* by C. Wellons, in the public domain
     (https://nullprogram.com/blog/2018/07/31/).
     """
-    values = (values ^ (values >> 16)) * 0x7FEB352D & _LOW_32
-    values = (values ^ (values >> 15)) * 0x846CA68B & _LOW_32
-    return values ^ (values >> 16)
+    values ^= values >> 16
+    values *= 0x7FEB352D
+    values &= _LOW_32
+    values ^= values >> 15
+    values *= 0x846CA68B
+    values &= _LOW_32
+    values ^= values >> 16
+    return values

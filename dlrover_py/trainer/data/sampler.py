@@ -22,6 +22,7 @@ the position is one number for all ranks, and any world continues from it.
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -261,9 +262,15 @@ def _batches(order: SampleOrder, plan: Iterator[MicroBatch]) -> Iterator[list[in
 
 def _samples(order: SampleOrder, ranges: list[range]) -> Iterator[list[int]]:
     """Yield the samples at each range of positions."""
-    positions = torch.cat([torch.arange(each.start, each.stop, device="cpu") for each in ranges])
-    for part in order.at(positions).split([len(each) for each in ranges]):
-        yield part.tolist()
+    sizes = [len(each) for each in ranges]
+    ends = list(accumulate(sizes))
+    # Place i of the result has the position i + shift, with the same shift in each range.
+    shifts = [each.stop - end for each, end in zip(ranges, ends, strict=True)]
+    shift, size = torch.tensor([shifts, sizes], device="cpu")
+    positions = torch.arange(ends[-1], device="cpu") + shift.repeat_interleave(size)
+    samples = order.at(positions).tolist()
+    for start, end in pairwise([0, *ends]):
+        yield samples[start:end]
 
 
 def _counted(what: str, value: object, *, least: int) -> int:
