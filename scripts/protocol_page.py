@@ -866,6 +866,7 @@ NOT_SENT: Mapping[str, str] = {
     "AgentRequest": "`WorkerRequest` as a tuple, for the SDK, which has no pydantic.",
     "LoaderFields": "`LoaderState` as a dictionary, for the SDK, which has no pydantic.",
     "LoaderTuning": "`LoaderSettings` as a tuple, for the SDK, which has no pydantic.",
+    "RankRange": "`Collective` has some: a list of three numbers each.",
     "ProgressFields": "`WorkerProgress` as a dictionary, for the SDK, which has no pydantic.",
     "TargetFields": "`CheckpointTarget` as a dictionary, for the SDK.",
     "TimeShare": "A row about where the time went, inside of one process.",

@@ -1070,7 +1070,13 @@ class Bench:
             if event.reason == "NodeRestarted":
                 assert event.node
                 self._reborn[event.node] += 1  # also charged, if it was a member
-            if event.reason == "WorkerFailed" and not smaller:  # a smaller micro-batch is free
+            if event.reason == "WorkerFailed" and not event.node:  # all nodes are charged
+                assert self.job.state.world is not None
+                for member in self.job.state.world.members:
+                    self._charged[member.node] += 1
+                most = max(self._charged[m.node] for m in self.job.state.world.members)
+                assert self.job.state.phase.ended == (most > self.spec.worker.restart_count)
+            elif event.reason == "WorkerFailed" and not smaller:  # a smaller micro-batch is free
                 assert event.node
                 failed = self.job.state.last_failure
                 assert failed is not None

@@ -268,7 +268,7 @@ def nodes_table(
     """
     nodes, pods = list(nodes), pods or {}
     domains = any(node.domain for node in nodes)
-    measured = any(node.memory_limit for node in nodes)
+    measured = any(node.memory_words for node in nodes)
     loses = any(node.network_words for node in nodes)
     gpus = any(node.gpus for node in nodes)
     shown, notes = [], []

@@ -419,7 +419,7 @@ class JobPage:
     @cached_property
     def measured(self) -> bool:
         """Whether it is known of some node what it uses of its CPUs and its memory."""
-        return any(node.memory_limit for node in self.nodes)
+        return any(node.memory_words for node in self.nodes)
 
     @cached_property
     def has_gpus(self) -> bool:

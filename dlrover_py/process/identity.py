@@ -227,6 +227,25 @@ def children(
     return [found.id for found in processes if found.parent == parent and found.ended is ended]
 
 
+def descendants(ancestor: int, among: Collection[Process]) -> list[int]:
+    """Return the process ids of the children of a process that run, of their children, and so on.
+
+    Args:
+        ancestor: Process id of the ancestor, which is left out.
+        among: All processes.
+    """
+    children_of: dict[int, list[int]] = {}
+    for process in among:
+        children_of.setdefault(process.parent, []).append(process.id.pid)
+    running = {process.id.pid for process in among if not process.ended}
+    found, todo = list[int](), [ancestor]
+    while todo:
+        younger = children_of.pop(todo.pop(), [])
+        found += younger
+        todo += younger
+    return [pid for pid in found if pid in running]
+
+
 def children_of_thread(thread: int) -> set[int]:
     """Return the process ids of unreaped children that a thread of this process has forked.
 

@@ -500,6 +500,8 @@ class NodeLoad(Wire):
     memory_peak: Count = 0
     """The most memory that they were seen to use since the agent started, in bytes. It is looked at
     every ten seconds."""
+    shm: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of ``/dev/shm`` that is in use. Loaders and checkpoints in memory need it."""
     cores: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """Number of CPUs that they use, on average over some seconds."""
     throttled: Annotated[float, Field(ge=0, le=1)] = 0.0

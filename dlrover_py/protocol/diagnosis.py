@@ -6,6 +6,7 @@ first nodes, and those on which a worker has failed, also send one at the end of
 fault ends.
 """
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated
 
@@ -21,6 +22,7 @@ from dlrover_py.protocol.agents import (
     WorkerFailure,
     cut,
 )
+from dlrover_py.protocol.rank_ranges import RankRange
 
 MAX_FRAMES = 48
 """Most frames of a stack, the innermost ones."""
@@ -30,6 +32,11 @@ MAX_COLLECTIVES = 64
 """Most collectives of a worker, the newest ones of each group."""
 MAX_SNAPSHOT_BYTES = 200_000
 """Greatest size of a node's snapshot, in bytes of JSON."""
+MAX_SNAPSHOT_OF_ALL_BYTES = 16_000_000
+"""Greatest size of the snapshots of all nodes together, as far as LEAST_SNAPSHOT_BYTES allows it.
+The master has five times as much in memory."""
+LEAST_SNAPSHOT_BYTES = 6_000
+"""A node may send as much in a job of any size."""
 MAX_LAST_BYTES = 64_000
 """Greatest size of a snapshot at the end of a round: many nodes send it as the next one starts."""
 MAX_LINES = 40
@@ -79,8 +86,8 @@ class Collective(Wire):
     """Whether it has not ended."""
     age_s: Annotated[float, Field(ge=0)] = 0.0
     """Seconds since the worker entered it."""
-    ranks: list[Count] = Field(default_factory=list, max_length=65_536)
-    """Global ranks of the group; empty if they are all ranks, or are not known."""
+    ranks: list[RankRange] = Field(default_factory=list, max_length=4096)
+    """Global ranks of the group; empty if it has all ranks, or they are not known."""
 
 
 class WorkerSnapshot(Wire):
@@ -139,31 +146,68 @@ class NodeSnapshot(Wire):
     """The workers."""
 
     def fitted(self, max_bytes: int = MAX_SNAPSHOT_BYTES) -> "NodeSnapshot":
-        """Return this snapshot within a size: other threads go first, then outer frames and old
-        lines, then tracebacks."""
+        """Return this snapshot within a size.
+
+        Other threads go first, then outer frames and old lines, then tracebacks. A worker that is
+        in an open collective waits for others, so its frames go before those of the others.
+        """
         found = self
-        for threads, frames, collectives in ((0, 24, 16), (0, 8, 4), (0, 3, 2), (0, 0, 1)):
-            if len(found.model_dump_json().encode()) <= max_bytes:
+        for waiting, other, collectives in (
+            (24, 24, 16),
+            (3, 24, 6),
+            (0, 8, 4),
+            (0, 3, 4),
+            (0, 0, 4),
+        ):
+            if len(found.model_dump_json(exclude_defaults=True).encode()) <= max_bytes:
                 return found
             workers = [
-                w.model_copy(
-                    update={
-                        "threads": w.threads[:threads],
-                        "stack": w.stack[:frames],
-                        "kernel": [],
-                        "collectives": w.collectives[-collectives:],
-                        "output": w.output[-frames:] if frames else [],
-                        "failure": w.failure if frames else _without_traceback(w.failure),
-                    }
-                )
+                _cut(w, waiting if any(one.open for one in w.collectives) else other, collectives)
                 for w in self.workers
             ]
             found = self.model_copy(update={"workers": workers})
         return found
 
 
-def _without_traceback(failure: WorkerFailure | None) -> WorkerFailure | None:
-    return None if failure is None else failure.model_copy(update={"traceback": ""})
+def max_snapshot_bytes(nodes: int) -> int:
+    """Return the greatest size of a node's snapshot in a job with so many nodes, in bytes."""
+    share = MAX_SNAPSHOT_OF_ALL_BYTES // max(1, nodes)
+    return min(MAX_SNAPSHOT_BYTES, max(LEAST_SNAPSHOT_BYTES, share))
+
+
+def _cut(worker: WorkerSnapshot, frames: int, collectives: int) -> WorkerSnapshot:
+    """Return a worker without other threads, and with so many innermost frames and collectives."""
+    failure = worker.failure
+    if failure is not None and not frames:
+        failure = failure.model_copy(update={"traceback": ""})
+    return worker.model_copy(
+        update={
+            "threads": [],
+            "stack": worker.stack[:frames],
+            "kernel": [],
+            "collectives": _needed(worker.collectives, collectives),
+            "output": worker.output[-frames:] if frames else [],
+            "failure": failure,
+        }
+    )
+
+
+def _needed(collectives: Sequence[Collective], most: int) -> list[Collective]:
+    """Return so many collectives, in their order.
+
+    The oldest open one of each group comes first: it says that the worker waits. Then comes the
+    newest one of each group: it says how far the worker is. Newer ones come before older ones.
+    """
+    oldest_open: dict[tuple[str, str], int] = {}
+    newest: dict[tuple[str, str], int] = {}
+    for index, one in enumerate(collectives):
+        place = (one.group, one.backend)
+        newest[place] = index
+        if one.open:
+            oldest_open.setdefault(place, index)
+    order = [*oldest_open.values(), *newest.values(), *range(len(collectives) - 1, -1, -1)]
+    kept = list(dict.fromkeys(order))[:most]
+    return [collectives[index] for index in sorted(kept)]
 
 
 class EvidenceKind(StrEnum):

@@ -43,6 +43,8 @@ class _StatusModel(BaseModel):
 
 
 _D = TypeVar("_D", bound=_StatusModel)
+NEARLY_FULL = 0.8
+"""Share of ``/dev/shm`` in use from which on it is shown."""
 
 
 # --- Times ---
@@ -229,6 +231,8 @@ class NodeStatus(_StatusModel):
     """Memory that its processes use, in bytes."""
     memory_limit: int = 0
     """The memory limit of its container in bytes; 0 if what it uses is not known."""
+    shm: float = 0.0
+    """Share of its ``/dev/shm`` that is in use, from 0 to 1."""
     resent: float = 0.0
     """Share of its TCP segments that were sent again."""
     network_errors: float = 0.0
@@ -254,10 +258,15 @@ class NodeStatus(_StatusModel):
 
     @property
     def memory_words(self) -> str:
-        """The memory that it uses, of its limit, such as ``3.1 GB of 8.6 GB``; empty if unknown."""
-        if not self.memory_limit:
-            return ""
-        return f"{byte_size(self.memory_bytes)} of {byte_size(self.memory_limit)}"
+        """The memory that it uses, of its limit, such as ``3.1 GB of 8.6 GB``; empty if unknown.
+
+        How full ``/dev/shm`` is follows once it is nearly full: ``/dev/shm 93 % full``.
+        """
+        words = []
+        if self.memory_limit:
+            words = [f"{byte_size(self.memory_bytes)} of {byte_size(self.memory_limit)}"]
+        words += [f"/dev/shm {100 * self.shm:.0f} % full"] if self.shm >= NEARLY_FULL else []
+        return ", ".join(words)
 
     @property
     def network_words(self) -> str:

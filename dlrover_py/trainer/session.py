@@ -209,7 +209,8 @@ class Session:
 
     def spend(self, on: str, seconds: float) -> None:
         """Add to the time that was spent on something; it is sent with a later report."""
-        self._spent[on] = self._spent.get(on, 0.0) + seconds
+        if isfinite(seconds):
+            self._spent[on] = self._spent.get(on, 0.0) + seconds
 
     def report_replicas(self, differ: WrongFields | None) -> None:
         """Report that replicas differ, or with None that they agree again. It is sent now.
@@ -442,7 +443,7 @@ class Session:
             "polls": self._polls,
             "agrees": self._agrees,
             "loader": self._loader,
-            "spent": {name: int(1000 * s) / 1000 for name, s in self._spent.items()},
+            "spent": {name: int(1000 * s) / 1000 for name, s in dict(self._spent).items()},
             "wrong": [one for one in (self._not_finite, self._replicas_differ) if one is not None],
         }
         datagram = encode(report | {"metrics": self._metrics})

@@ -67,6 +67,7 @@ from torch.optim import Optimizer
 
 from dlrover_py.protocol import json_text
 from dlrover_py.protocol.errors import CheckpointError, DLRoverError
+from dlrover_py.protocol.rank_ranges import ranges_of
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -465,6 +466,7 @@ def newest_collectives(
     """
     found: list[dict[str, Any]] = []
     counts: dict[tuple[str, str], int] = {}
+    ranges = {name: ranges_of(ranks) for name, ranks in members.items()}
     for entry in sorted(entries, key=lambda entry: int(entry["time_created_ns"]), reverse=True):
         name = str(entry["process_group"][0])
         backend, _, op = str(entry["profiling_name"]).rpartition(":")
@@ -486,7 +488,7 @@ def newest_collectives(
                 "shape": f"{types} {sizes}".strip(),
                 "open": opened,
                 "age_s": max(0.0, (now_ns - int(entry["time_created_ns"])) / 1e9),
-                "ranks": members.get(name, []),
+                "ranks": ranges.get(name, []),
             }
         )
     return found[::-1]

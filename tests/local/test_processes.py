@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from dlrover_agent.observation.snapshot import IdleClock, cpu_time
 from dlrover_py.process import identity
 from dlrover_py.process.identity import (
     ProcessId,
+    all_processes,
     children,
+    descendants,
     environment,
     exit_code,
     is_stopped,
@@ -112,6 +115,30 @@ def test_an_environment_is_read_while_its_process_is_in_execve(tmp_path: Path) -
 def _environ(pid: int) -> dict[str, str]:
     pairs = (line.partition("=") for line in environment(pid).decode().split("\0"))
     return {name: value for name, _, value in pairs}
+
+
+def test_a_worker_is_not_idle_while_the_child_of_a_child_computes() -> None:
+    """As the workers of the pool of ``torch.compile`` do, while their rank waits for them."""
+    computes = "while :; do :; done"
+    script = f"sh -c 'sh -c \"{computes}\" & echo $!; wait' & wait"
+    with subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        busy = int(process.stdout.readline())
+        now = [100.0]
+        clock, pids = IdleClock(lambda: now[0]), [process.pid]
+        try:
+            assert busy in descendants(process.pid, list(all_processes()))
+            for _ in range(2):
+                now[0] += 1000.0
+                clock.seconds(pids)
+            until = cpu_time(busy) + 0.1
+            while cpu_time(busy) < until:
+                os.sched_yield()
+            now[0] += 1.0
+            assert clock.seconds(pids) == 0.0
+        finally:
+            for pid in [*descendants(process.pid, list(all_processes())), process.pid]:
+                os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(("ends", "code"), [("exit 3", 3), ("kill -9 $$", -9), ("true", 0)])

@@ -7,7 +7,7 @@ import pytest
 from dlrover_py.master.core.diagnosis.watch import SNAPSHOT_S
 from dlrover_py.master.core.events import KeepEvidence, SnapshotArrived, Stalled
 from dlrover_py.master.core.state import Step
-from dlrover_py.protocol.agents import FailureKind
+from dlrover_py.protocol.agents import FailureKind, WorkerPhase
 from dlrover_py.protocol.diagnosis import Collective, Frame, HangKind, NodeSnapshot, WorkerSnapshot
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import NodeId
@@ -280,6 +280,19 @@ def test_a_snapshot_of_another_time_is_dropped(change: str) -> None:
     for node in ("n0", "n1", "n2"):
         train.bench.step(SnapshotArrived(NodeId(node), snapshot))
     assert train.bench.job.live.diagnosis is None
+
+
+def test_a_job_stands_still_after_one_of_its_nodes_has_ended() -> None:
+    """The data of n1 ended earlier. The others get as long as a first step may take."""
+    train = Train()
+    train.go()
+    train.bench.agent("n1").phase = WorkerPhase.SUCCEEDED
+    assert train.until_asked(FIRST_S + 5) >= FIRST_S - 2
+    train.bench.agent("n1").ended = True
+    train.answer()
+    assert train.bench.reasons()[-1] == EventReason.HANG
+    assert train.condition().startswith("True: rank 1 (node n1) has not entered the all_reduce")
+    assert "it has ended" in train.condition()
 
 
 def test_members_alone_are_asked_and_a_failure_ends_the_snapshot() -> None:

@@ -415,6 +415,15 @@ def answer(bench: Bench, *, busy: bool = False, age_s: float = 60.0) -> None:
         bench.step(SnapshotArrived(agent.node, snapshot))
 
 
+def train(bench: Bench, steps: int) -> None:
+    """Train at a step a second."""
+    reached = bench.job.state.max_step or 0
+    for step in range(reached + 1, reached + steps + 1):
+        for agent in bench.living():
+            agent.reach(step)
+        bench.pass_time(1.0)
+
+
 @pytest.mark.parametrize("busy", [False, True])
 def test_a_missed_line_of_a_script_without_steps_leads_to_a_verdict(busy: bool) -> None:
     bench = running(job(STEPS))
@@ -441,6 +450,37 @@ def test_a_missed_line_restarts_the_round_if_the_job_wants_it() -> None:
     assert bench.job.state.failures == {"hang": 1}
     assert bench.job.state.round == 2
     assert events(bench)[-1][1].startswith("the round is over after the job had stood still for 6")
+
+
+def test_a_rule_that_applied_once_changes_nothing_later() -> None:
+    """A rank that computes for long, as in an evaluation, is no hang then."""
+    bench = running(job(STEPS))
+    train(bench, 10)
+    tell(bench, finding("HANG", name="steps"))
+    answer(bench, age_s=0.1)
+    tell(bench)
+    train(bench, 10)
+    before = len(events(bench))
+    for _ in range(90):
+        bench.pass_time(1.0)
+        if bench.job.live.snapshot:
+            answer(bench, busy=True)
+    assert len(events(bench)) == before
+    assert bench.job.state.snapshots <= 4
+
+
+def test_a_line_that_tells_a_hang_restarts_only_a_job_that_stands_still() -> None:
+    """A job whose rank waits for its data for 2 s has printed the line, too."""
+    bench = running(job({**NCCL, "verdict": "HANG"}, hang="act"))
+    train(bench, 10)
+    tell(bench, finding("HANG"))
+    answer(bench, age_s=2.0)
+    assert not bench.job.state.failures
+    for _ in range(90):
+        bench.pass_time(1.0)
+        if bench.job.live.snapshot:
+            answer(bench)
+    assert bench.job.state.failures == {"hang": 1}
 
 
 def test_a_job_that_trains_is_not_restarted_by_a_rule() -> None:

@@ -23,6 +23,7 @@ class Counters(NodeCounters):
         self.used: cgroups.Usage | None = None
         self.connections: dict[int, Connection] = {}
         self.errors = NetworkCounters()
+        self.shm_used = 0.0
 
     def now(self) -> float:
         return self.at
@@ -32,6 +33,9 @@ class Counters(NodeCounters):
 
     def usage(self) -> cgroups.Usage | None:
         return self.used
+
+    def shm(self) -> float:
+        return self.shm_used
 
     def links(self, pids: Sequence[int]) -> Mapping[int, Connection]:
         return self.connections
@@ -180,6 +184,19 @@ def test_the_limit_of_version_1_counts_too(tmp_path: Path) -> None:
     (tmp_path / "cpu" / "job").mkdir(parents=True)
     (tmp_path / "cpu" / "job" / "cpu.stat").write_text("nr_periods 50\nnr_throttled 20\n")
     assert cgroups.cpu_periods(tmp_path, ours) == (50, 20)
+
+
+# --- shared memory ---
+
+
+def test_how_full_shared_memory_is_is_reported(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    machine.read(0, 0, 0, 0)
+    machine.counters.shm_used = 0.93
+    load = machine.read(10, 0, 0, 0)
+    assert load is not None
+    assert load.shm == 0.93
+    assert 0 <= NodeCounters().shm() <= 1
 
 
 # --- the network ---

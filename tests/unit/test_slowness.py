@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dlrover_py.master.core.diagnosis.slow import MOST_FACTS, OVER, WARM_UP, facts
+from dlrover_py.master.core.diagnosis.slow import MOST_FACTS, OVER, WARM_UP, WINDOW_S, facts
 from dlrover_py.master.core.diagnosis.slowness import (
     FEWEST,
     IN_A_ROW,
@@ -560,7 +560,7 @@ class Train:
         return "" if found is None else f"{found.status}: {found.message}"
 
 
-USUAL = 10 * (WARM_UP + FEWEST + 1)
+USUAL = int(WINDOW_S) * (WARM_UP + FEWEST + 1)
 
 
 def test_a_slow_loader_is_told_with_its_node_and_nothing_is_done() -> None:
@@ -570,7 +570,7 @@ def test_a_slow_loader_is_told_with_its_node_and_nothing_is_done() -> None:
     train.go(90, step_s=1.5, n1=0.5)
     ((reason, message),) = train.told()
     assert reason == EventReason.SLOW
-    assert message.startswith("a step takes 1.5 s instead of 1 s (+50 %) since step 131")
+    assert message.startswith("a step takes 1.5 s instead of 1 s (+50 %) since step 105")
     assert "; node n1 waits 0.5 s a step for data, 0.01" in message
     assert " s before: data. Check its storage" in message
     assert train.condition().startswith("True: a step takes 1.5 s")
@@ -579,6 +579,15 @@ def test_a_slow_loader_is_told_with_its_node_and_nothing_is_done() -> None:
     train.go(10 * (OVER + 1))
     assert [reason for reason, _ in train.told()] == [EventReason.SLOW, EventReason.SLOW_OVER]
     assert train.condition() == "False: steps take the usual time"
+
+
+def test_causes_that_take_turns_are_told_once() -> None:
+    train = Train()
+    train.go(USUAL)
+    for turn in range(30):
+        train.bench.agent("n2").load = NodeLoad(throttled=0.8 * (turn % 2))
+        train.go(10, step_s=2.0, n1=0.0 if turn % 2 else 1.0)
+    assert len(train.told()) == 1
 
 
 def test_a_throttled_node_is_told() -> None:
@@ -688,7 +697,7 @@ class Suspected(Train):
         self.go(USUAL)
         self.cpu["n2"] = 0.8
         self.bench.agent("n2").fault = faults
-        self.go(60, step_s=1.6)
+        self.go(40, step_s=1.6)
 
     def until_checked(self) -> None:
         """Let the round end, and the checks run, until the next round trains."""
@@ -788,7 +797,7 @@ def test_a_new_master_waits_for_all_nodes_of_the_check() -> None:
     """Otherwise the first ones would be checked in one group of three, or alone."""
     train = Suspected(faults="slow")
     while not train.messages(EventReason.NODES_SUSPECTED):
-        train.go(1, step_s=1.6)
+        train.go(1, step_s=1.2)
     train.bench.restart_master()
     late = train.bench.agent("n4")
     late.cut = True

@@ -71,3 +71,10 @@ def test_a_leap_that_stays_becomes_the_usual() -> None:
     for step in range(31, 31 + KEPT):
         watch.saw(step, 50.0)
     assert fed([50.0] * 30, watch).leap is None
+
+
+def test_values_that_are_mostly_zero_have_no_usual_size() -> None:
+    watch = SpikeWatch()
+    for step in range(FEWEST + IN_A_ROW):
+        watch.saw(step, 0.0 if step < FEWEST else 1e-3)
+    assert watch.leap is None

@@ -163,5 +163,5 @@ def test_the_collectives_of_both_flight_recorders_are_found() -> None:
     assert ("gloo", 3) in kept
     assert len(kept) == 3 + torch_compat.FLIGHT_RECORDS_OF_GROUP
     newest = Collective.model_validate(found[-1])
-    assert (newest.open, newest.age_s, newest.ranks) == (True, 9.0, [0, 2])
+    assert (newest.open, newest.age_s, newest.ranks) == (True, 9.0, [(0, 2, 2)])
     assert (newest.op, newest.shape) == ("all_reduce", "Float [3, 4]")

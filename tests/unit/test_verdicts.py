@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrover_py.master.core.diagnosis.stacks import doing, folded, ranks_in_words
+from dlrover_py.master.core.diagnosis.stacks import doing, folded, loader_call, ranks_in_words
 from dlrover_py.master.core.diagnosis.verdicts import Standstill, judge
 from dlrover_py.protocol.diagnosis import (
+    LEAST_SNAPSHOT_BYTES,
     Cause,
     Collective,
     Frame,
@@ -17,7 +18,9 @@ from dlrover_py.protocol.diagnosis import (
     NodeSnapshot,
     ThreadStack,
     WorkerSnapshot,
+    max_snapshot_bytes,
 )
+from dlrover_py.protocol.rank_ranges import ranges_of, ranks_of
 
 TORCH = "/venv/lib/python3.11/site-packages/torch/"
 ALL_REDUCE = [
@@ -48,7 +51,7 @@ def worker(
     for word in seqs.split():
         word, _, backend = word.partition("/")
         seq, _, group = word.partition("@")
-        ranks = {"a": [0, 1], "b": [1, 2], "tp": [0, 1]}.get(group, [])
+        ranks = ranges_of({"a": [0, 1], "b": [1, 2], "tp": [0, 1]}.get(group, []))
         found.append(
             Collective(
                 group=group or "0",
@@ -176,6 +179,50 @@ def test_the_rank_at_the_end_of_a_chain_of_groups_is_guilty() -> None:
     """Rank 0 waits for rank 1 in a, which waits for rank 2 in b: only rank 2 waits for nobody."""
     found = verdict(worker(0, "9*@a"), worker(1, "3*@b"), worker(2, "2@b", stack=LOCK))
     assert (found.kind, found.ranks) == (HangKind.NOT_ENTERED, [2])
+
+
+def test_a_rank_that_waits_in_an_older_collective_is_not_guilty() -> None:
+    """The others leave a reduce early, and go on; rank 0 waits there for rank 2, too."""
+    reduce, ahead = worker(0, "8 9*", op="reduce"), [worker(1, "9 10*"), worker(3, "9 10*")]
+    found = verdict(reduce, *ahead, worker(2, "8", stack=LOADER))
+    assert (found.kind, found.ranks, found.sure) == (HangKind.NOT_ENTERED, [2], True)
+    assert "2 others wait in it" in found.message
+
+
+def test_ranks_with_other_numbers_of_collectives_in_flight_are_not_guilty() -> None:
+    found = verdict(worker(0, "9*"), worker(1, "9* 10*"), worker(2, "8", stack=LOADER))
+    assert (found.ranks, found.sure) == ([2], True)
+    assert "2 others wait in it" in found.message
+
+
+def test_a_reduce_that_all_have_entered_does_not_end() -> None:
+    found = verdict(worker(0, "9*", op="reduce"), worker(1, "9 10*"), worker(2, "9 10*"))
+    assert (found.kind, found.sure) == (HangKind.NO_PROGRESS, False)
+    assert "have entered the reduce" in found.message
+
+
+def test_a_rank_that_has_passed_the_oldest_collective_is_not_behind() -> None:
+    found = verdict(worker(0, "4*", op="reduce"), worker(1, "6"), worker(2, "6"))
+    assert (found.kind, found.sure) == (HangKind.NO_PROGRESS, False)
+
+
+def test_a_chain_of_groups_that_ends_in_a_collective_is_no_deadlock() -> None:
+    """Rank 0 waits for rank 1, in a collective of b that all have entered, on a broken network."""
+    found = verdict(worker(0, "9*@a"), worker(1, "8@a 5*@b"), worker(2, "5*@b"))
+    assert (found.kind, found.ranks, found.sure) == (HangKind.NO_PROGRESS, [], False)
+    assert "the all_reduce of group b" in found.message
+
+
+def test_a_chain_of_groups_that_ends_at_a_rank_without_records_names_it() -> None:
+    unread = worker(2, recorded=False, stack=LOCK)
+    found = verdict(worker(0, "9*@a"), worker(1, "8@a 5*@b"), unread)
+    assert (found.kind, found.ranks, found.sure) == (HangKind.NOT_ENTERED, [2], False)
+
+
+def test_a_rank_that_sends_to_another_one_may_wait_for_it() -> None:
+    """Point-to-point operations have no record: rank 1 may wait for rank 0."""
+    found = verdict(worker(0, "4*"), worker(1, "3"), worker(2, "4*"))
+    assert (found.ranks, found.sure) == ([1], False)
 
 
 def test_groups_that_wait_for_each_other_are_a_deadlock_of_groups() -> None:
@@ -317,3 +364,31 @@ def test_a_large_snapshot_is_cut_to_what_a_verdict_needs() -> None:
     assert len(small.model_dump_json()) <= 60_000
     assert all(w.collectives[-1].open and w.stack[0] == frames[0] for w in small.workers)
     assert full.fitted(10**9) == full
+
+
+def test_what_a_verdict_needs_fits_into_the_snapshot_of_a_node_of_the_largest_job() -> None:
+    """A worker that waits needs no stack; that of the guilty one is kept."""
+    frames = [Frame(function=f"forward_{n}", file=TORCH + f"nn/{n}.py", line=n) for n in range(48)]
+    waiting = [worker(rank, "5*@a 7@b 8@b 61 62*", stack=frames) for rank in range(7)]
+    guilty = worker(7, "5*@a 7@b 61", stack=[*LOADER, *frames[4:]])
+    guilty = guilty.model_copy(
+        update={"collectives": [c for c in guilty.collectives if not c.open]}
+    )
+    full = NodeSnapshot(boot_id="x" * 8, number=1, round=1, workers=[*waiting, guilty])
+    small = full.fitted(max_snapshot_bytes(12_500))
+    assert len(small.model_dump_json(exclude_defaults=True)) <= LEAST_SNAPSHOT_BYTES
+    assert judge(small.workers, known(8)) == judge(full.workers, known(8))
+    assert loader_call(small.workers[7].stack)
+
+
+def test_a_collective_that_is_open_is_kept_although_others_are_newer() -> None:
+    waits = worker(0, "1*@a " + " ".join(f"{n}" for n in range(2, 40)), stack=ALL_REDUCE)
+    full = NodeSnapshot(boot_id="x" * 8, number=1, round=1, workers=[waits])
+    (small,) = full.fitted(900).workers
+    assert {(c.group, c.seq) for c in small.collectives} >= {("a", 1), ("0", 39)}
+
+
+@given(st.lists(st.integers(0, 300), max_size=60))
+def test_ranks_are_the_same_after_they_were_ranges(ranks: list[int]) -> None:
+    assert ranks_of(ranges_of(ranks), 301) == sorted(set(ranks))
+    assert len(ranges_of(range(0, 20_000, 8))) == 1

@@ -313,6 +313,8 @@ def test_what_a_node_uses_of_its_container_is_shown_where_it_is_known() -> None:
     assert "3.1 GB of 8.6 GB" in second
     assert "GB" not in first
     assert "MEMORY" not in "".join(shown(view.nodes_table([unknown]), 200))
+    full = unknown.model_copy(update={"shm": 0.934})
+    assert "/dev/shm 93 % full" in shown(view.nodes_table([unknown, full]), 200)[2]
     gpus = {"gpus": 8, "gpu_busy": 0.93, "gpu_least_busy": 0.9}
     head, _, second = shown(view.nodes_table([unknown, unknown.model_copy(update=gpus)]), 200)
     assert head.split()[-2:] == ["GPUS", "RESTARTS"]

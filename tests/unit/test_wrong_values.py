@@ -100,6 +100,8 @@ def test_a_rollback_restarts_the_round_from_the_newest_good_checkpoint() -> None
     train = Train(wrong="rollback")
     train.go(1, 5)
     train.say("n1", [not_finite(5, 1, 4)])
+    assert not train.told(), "the other nodes have not reported since"
+    train.bench.pass_time(1.0)
     assert "restarts from the newest checkpoint up to step 4" in train.told()[0]
     state = train.bench.job.state
     assert state.last_failure is not None
@@ -119,10 +121,32 @@ def test_a_rollback_restarts_the_round_from_the_newest_good_checkpoint() -> None
     assert 6 in train.restorable(), "later rounds are not concerned"
 
 
+def test_a_value_that_is_wrong_on_all_ranks_is_charged_to_no_node() -> None:
+    """It comes from the data or the model. So no node is replaced, and at last the job ends."""
+    train = Train(wrong="rollback")
+    step = 0
+    for number in range(4):
+        train.go(step + 1, step + 5)
+        step += 5
+        for rank, agent in enumerate(train.bench.living()):
+            agent.wrong = [not_finite(step, rank, step - 1)]
+        train.bench.pass_time(1.0)
+        assert len(train.told()) == number + 1
+        assert "the loss of ranks 0–2 is nan" in train.told()[-1]
+        for agent in train.bench.living():
+            agent.wrong = []
+        train.bench.settle()
+    state = train.bench.job.state
+    assert state.phase is JobPhase.FAILED
+    assert "the job: its 3 restarts are used up" in state.reason
+    assert train.bench.members == ["n0", "n1", "n2"], "none was replaced"
+
+
 def test_wrong_values_from_the_first_step_on_cast_doubt_on_the_checkpoint_itself() -> None:
     train = Train(wrong="rollback")
     train.go(1, 5)
     train.say("n1", [not_finite(5, 1, 4)])
+    train.bench.pass_time(1.0)
     for agent in train.bench.living():
         agent.wrong = []
     train.bench.settle()
@@ -130,6 +154,7 @@ def test_wrong_values_from_the_first_step_on_cast_doubt_on_the_checkpoint_itself
     assert start <= 4
     train.bench.step(RestoreAsked(1, 2))
     train.say("n1", [not_finite(start + 1, 1, None)])
+    train.bench.pass_time(1.0)
     assert train.record.rejected == [wrong_after(2, start - 1)]
 
 

@@ -3,6 +3,7 @@ thread."""
 
 import contextlib
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -44,6 +45,8 @@ class _Reading:
     """Microseconds in which some process waited, by resource."""
     usage: cgroups.Usage | None
     """What the container uses; None if that is not known."""
+    shm: float
+    """Share of ``/dev/shm`` that is in use."""
     links: Mapping[int, tcp_links.Connection]
     """TCP connections of the workers."""
     clocks: float
@@ -68,7 +71,7 @@ def _load(last: _Reading, new: _Reading, peak: int) -> NodeLoad:
     for name in _RESOURCES:
         shares[name] = (new.stalled_us[name] - last.stalled_us[name]) / (1e6 * seconds)
     shares["sending"], peer, speed = tcp_links.busiest(last.links, new.links, seconds)
-    shares["clocks"] = new.clocks
+    shares["clocks"], shares["shm"] = new.clocks, new.shm
     shares["gpu_busy"], shares["gpu_least_busy"] = new.gpus.busy, new.gpus.least_busy
     rounded = {n: round(min(1.0, max(0.0, share)), 2) for n, share in shares.items()}
     load = NodeLoad(
@@ -139,6 +142,14 @@ class NodeCounters:
         """Return what the container uses; None without a limit."""
         return cgroups.usage()
 
+    def shm(self) -> float:
+        """Return the share of ``/dev/shm`` that is in use; 0 if there is none."""
+        try:
+            found = os.statvfs("/dev/shm")
+        except OSError:
+            return 0.0
+        return 1 - found.f_bavail / found.f_blocks if found.f_blocks else 0.0
+
     def links(self, pids: Sequence[int]) -> Mapping[int, tcp_links.Connection]:
         """Return the TCP connections of processes, by their inode."""
         return tcp_links.connections(pids)
@@ -197,6 +208,7 @@ class LoadMeter:
             counters.periods(),
             {name: _stalled_us(counters.pressure / name) for name in _RESOURCES},
             counters.usage(),
+            counters.shm(),
             counters.links(pids),
             self.devices.slowed,
             counters.network(),

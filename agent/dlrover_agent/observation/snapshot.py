@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from dlrover_agent.channels.probe_socket import ProbeServer
 from dlrover_py.pacing import Backoff
 from dlrover_py.process.blocking import BackgroundThread, OverdueError
-from dlrover_py.process.identity import ProcessId, children
+from dlrover_py.process.identity import ProcessId, all_processes, descendants
 from dlrover_py.protocol import json_text
 from dlrover_py.protocol.agents import Assignment, Directive, FailureKind, WorkerFailure
 from dlrover_py.protocol.diagnosis import (
@@ -35,6 +35,7 @@ from dlrover_py.protocol.diagnosis import (
     NodeSnapshot,
     ThreadStack,
     WorkerSnapshot,
+    max_snapshot_bytes,
 )
 from dlrover_py.protocol.errors import DLRoverError, TransientError
 from dlrover_py.protocol.words import counted
@@ -112,17 +113,24 @@ class ProcessFacts:
 
 @dataclass(slots=True)
 class IdleClock:
-    """For how long the workers of this node have used no CPU time, and read and written nothing."""
+    """For how long the workers of this node have used no CPU time, and read and written nothing.
+
+    Their child processes count, too: they may load data, or compile.
+    """
 
     _clock: Callable[[], float] = time.monotonic
-    _cpu_s: float = 0.0
-    _bytes: int = 0
+    _own: tuple[float, int] = (0.0, 0)
+    """CPU seconds of the workers, and the bytes that they have read and written."""
+    _with_children: tuple[float, int] | None = None
+    """The same with all their descendants; None if the workers were not idle at the last call."""
     _at: float = 0.0
     _since: float = 0.0
     _pids: tuple[int, ...] = ()
 
     def seconds(self, pids: Sequence[int]) -> float:
-        """Return the seconds for which the workers are idle; reads two files for each worker.
+        """Return the seconds for which the workers are idle.
+
+        It reads two files for each worker. While the workers are idle, it lists all processes.
 
         Args:
             pids: Process ids of the workers; 0 for one that has ended.
@@ -133,14 +141,29 @@ class IdleClock:
             self._pids, self._since = (), now
             return 0.0
         if alive != self._pids or now - self._at >= 0.5:
-            cpu_s, moved = sum(map(cpu_time, alive)), sum(map(io_bytes, alive))
-            passed_s = now - self._at
-            idle = cpu_s - self._cpu_s <= IDLE_CPU * passed_s
-            idle &= moved - self._bytes <= IDLE_IO * passed_s
-            if alive != self._pids or not idle:
-                self._since = now
-            self._cpu_s, self._bytes, self._at, self._pids = cpu_s, moved, now, alive
+            own, passed_s = (sum(map(cpu_time, alive)), sum(map(io_bytes, alive))), now - self._at
+            if alive != self._pids or _is_used(self._own, own, passed_s):
+                self._since, self._with_children = now, None
+            else:
+                before = self._with_children
+                cpu_s, moved = zip(*_usage(alive).values(), strict=True)
+                self._with_children = sum(cpu_s), sum(moved)
+                if before is not None and _is_used(before, self._with_children, passed_s):
+                    self._since = now
+            self._own, self._at, self._pids = own, now, alive
         return max(0.0, now - self._since)
+
+
+def _is_used(before: tuple[float, int], after: tuple[float, int], passed_s: float) -> bool:
+    """Return whether processes were not idle between two readings.
+
+    Args:
+        before: CPU seconds and bytes of the first reading.
+        after: Those of the second one.
+        passed_s: Seconds between them.
+    """
+    cpu_s, moved = after[0] - before[0], after[1] - before[1]
+    return cpu_s > IDLE_CPU * passed_s or moved > IDLE_IO * passed_s
 
 
 class SnapshotTaker:
@@ -249,9 +272,11 @@ class SnapshotTaker:
 
     async def _look_before_stop(self, ranks: Sequence[int], answers: dict[int, Any]) -> None:
         """Ask these workers at the same time, and stop them if a stop waits for their answers."""
-        found = await asyncio.gather(*(self._ask(rank, self.last_look_s) for rank in ranks))
-        answers.update(zip(ranks, found, strict=True))
-        self.stop_now()
+        try:
+            found = await asyncio.gather(*(self._ask(rank, self.last_look_s) for rank in ranks))
+            answers.update(zip(ranks, found, strict=True))
+        finally:
+            self.stop_now()
 
     def stop_now(self) -> None:
         """Stop the workers that a last look keeps waiting, if there are any."""
@@ -300,7 +325,7 @@ class SnapshotTaker:
         """Take a snapshot and send it. A failure is only logged."""
         workers = await self.look(assignment.rank_offset)
         snapshot = self._snapshot(assignment.snapshot, assignment.round, workers)
-        await self._send(snapshot.fitted())
+        await self._send(snapshot.fitted(max_snapshot_bytes(assignment.nnodes)))
 
     def _snapshot(
         self, number: int, round_number: int, workers: list[WorkerSnapshot]
@@ -451,10 +476,13 @@ def io_bytes(pid: int) -> int:
 
 
 def _usage(pids: Iterable[int]) -> dict[int, tuple[float, int]]:
-    """Return CPU time and moved bytes of each worker with its children, which load its data."""
-    found = {}
+    """Return CPU time and moved bytes of each worker with its descendants.
+
+    A child may load data, a pool of its own may compile, and the worker may be a shell's child.
+    """
+    processes, found = list(all_processes()), {}
     for pid in pids:
-        family = [pid, *(child.pid for child in children(pid))]
+        family = [pid, *descendants(pid, processes)]
         found[pid] = (sum(map(cpu_time, family)), sum(map(io_bytes, family)))
     return found
 

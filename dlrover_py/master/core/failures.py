@@ -1,5 +1,7 @@
 """Failures of workers and agents: which is the cause, what is charged, and what follows."""
 
+from collections.abc import Sequence
+
 from dlrover_py.master.core.assignments import restart_budget
 from dlrover_py.master.core.capacity import Capacity
 from dlrover_py.master.core.checkpointing import Checkpointing
@@ -93,6 +95,17 @@ class Failures:
             return
         self._count_failure(node, failure)
 
+    def job_failed(self, node: Node, failure: WorkerFailure) -> None:
+        """Charge a failure that no node is to blame for to all nodes of the round.
+
+        The job ends once the restarts of a node are used up: another node would not help.
+
+        Args:
+            node: The node of the first rank, which the status shows.
+            failure: What has happened.
+        """
+        self._count_failure(node, failure, of_job=True)
+
     def agent_restarted(self, node: Node, kind: Kind, why: str, event: int) -> None:
         """Charge a node whose agent was restarted, with all its workers.
 
@@ -104,7 +117,8 @@ class Failures:
             why: The failure, in words.
             event: Id of the event of the failure.
         """
-        self._apply_decision(node, decide_by_budgets(why, **self._budgets(node)), kind, why, event)
+        decision = decide_by_budgets(why, **self._budgets(node))
+        self._apply_decision(node, decision, kind, why, event, charged=(node,))
 
     def agent_gave_up(self, node: Node, why: str) -> None:
         """End the job, because an agent refuses to go on and cannot be replaced."""
@@ -196,7 +210,7 @@ class Failures:
                 "again",
             )
 
-    def _count_failure(self, node: Node, failure: WorkerFailure) -> None:
+    def _count_failure(self, node: Node, failure: WorkerFailure, *, of_job: bool = False) -> None:
         """Charge a failure that is the root cause, and decide what follows.
 
         An event is recorded, and the status shows the failure. After a lack of memory, nothing is
@@ -206,6 +220,11 @@ class Failures:
         not charged, unless workers die early without a fork, too. If the spec or the node asks for
         it (``save_at_breakpoint``), the newest checkpoint is requested to be
         stored.
+
+        Args:
+            node: The node of the worker.
+            failure: How the worker has failed.
+            of_job: Whether no node is to blame. All nodes of the round are then charged.
         """
         self.state.last_failure = Failure(
             at=self.live.wall, node=node.id, round=self.state.round, worker=failure
@@ -213,13 +232,13 @@ class Failures:
         self.state.count_failure(failure.failure_class)
         if failure.failure_class is FailureClass.HARDWARE:
             self.state.note_host_fault(node.host, self.live.wall, HostFaultKind.HARDWARE)
-        message = f"{node.id}: {in_words(failure)}"
+        message = in_words(failure) if of_job else f"{node.id}: {in_words(failure)}"
         if failure.out_of_memory:
             self.state.out_of_memory = message
         event = self.log.record(
             EventReason.WORKER_FAILED,
             with_cause(message, failure),
-            node=node.id,
+            node=None if of_job else node.id,
             warning=True,
             cause=None if self.state.pending_round is None else self.state.pending_round.cause,
         )
@@ -250,15 +269,19 @@ class Failures:
             assert self.state.pending_round is not None
             self.state.pending_round.cold = True
             return
-        decision = after_worker_failure(
-            failure, earlier=self.state.last_exception, **self._budgets(node)
-        )
+        charged = self._members() if of_job else [node]
+        budgets = self._budgets(node)
+        if of_job:
+            budgets["restarts"] = max(one.restarts for one in charged)
+            budgets["can_replace"] = False
+        decision = after_worker_failure(failure, earlier=self.state.last_exception, **budgets)
         if failure.kind is FailureKind.EXCEPTION and not suspect:
             self.state.last_exception = failure
         if dies_early(failure) and not suspect:
             self.state.warm_starts.early_death = manner(failure)
             self.state.changed()
-        self._apply_decision(node, decision, "failure", f"{message} ({decision.message})", event)
+        why = f"{message} ({decision.message})"
+        self._apply_decision(node, decision, "failure", why, event, charged=charged)
         if suspect and self.state.pending_round is not None:
             self.state.pending_round.cold = True
 
@@ -288,10 +311,22 @@ class Failures:
             "can_replace": self.live.rules.can_create,
         }
 
+    def _members(self) -> list[Node]:
+        """Return the nodes of the round that are known."""
+        members = self.state.world.members if self.state.world is not None else ()
+        return [node for m in members if (node := self.live.nodes.get(m.node)) is not None]
+
     def _apply_decision(
-        self, node: Node, decision: FailureDecision, kind: Kind, reason: str, event: int
+        self,
+        node: Node,
+        decision: FailureDecision,
+        kind: Kind,
+        reason: str,
+        event: int,
+        *,
+        charged: Sequence[Node],
     ) -> None:
-        """Charge a failure to this node, and declare a next round or end the job.
+        """Charge a failure, and declare a next round or end the job.
 
         A node that is to be replaced is dismissed, and a slot for a new node is added.
 
@@ -301,10 +336,13 @@ class Failures:
             kind: Why the next round is needed.
             reason: The same in words.
             event: Id of the event of the failure.
+            charged: The nodes whose restarts it is counted among: this one, or all.
         """
-        self.live.nodes.count_failures(node, restarts=1)
+        for one in charged:
+            self.live.nodes.count_failures(one, restarts=1)
         if decision.action is FailureAction.STOP:
-            message = f"{node.id}: {decision.message}"
+            who = "the job" if len(charged) > 1 else node.id
+            message = f"{who}: {decision.message}"
             self._transitions.end_job(JobPhase.FAILED, decision.reason, message, cause=event)
             return
         self._transitions.need_round(kind, reason, event)

@@ -201,6 +201,7 @@ class StatusReport:
             copy_step=_newest_step(report, replica=True),
             memory_bytes=load.memory_bytes if load else 0,
             memory_limit=load.memory_limit if load else 0,
+            shm=load.shm if load else 0.0,
             cores=load.cores if load else 0.0,
             resent=load.resent if load else 0.0,
             network_errors=load.network_errors if load else 0.0,

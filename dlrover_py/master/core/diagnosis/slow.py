@@ -25,8 +25,9 @@ from dlrover_py.protocol.names import NodeId
 from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.status import JobPhase
 
-WINDOW_S = 10.0
-"""Least seconds of a window on each node."""
+WINDOW_S = 8.0
+"""Least seconds of a window on each node. A job that is slow for six windows is told within a
+minute, also if the change comes within a window, and reports take a second."""
 WINDOW_STEPS = 5
 """Least steps of a window on each node."""
 WARM_UP = 2
@@ -66,6 +67,8 @@ class SlowJob:
         """Id of the event that told it."""
         self._seen = 0
         """Number of further windows for which it is slow for this reason."""
+        self._other = 0
+        """Number of windows in a row for which it is slow for another reason."""
 
     def take_report(self, node_id: NodeId, report: AgentReport) -> None:
         """Take in the progress of a member of the round, and what its node lacks."""
@@ -184,7 +187,10 @@ class SlowJob:
         self._fast = 0
         self.live.slow = in_words(slow)
         self._seen += 1
-        if told is None or (told.kind, told.node) != (slow.kind, slow.node):
+        same = told is not None and (told.kind, told.node) == (slow.kind, slow.node)
+        self._other = 0 if same else self._other + 1
+        # Causes that take turns are told once: each event is kept, and takes the place of another.
+        if told is None or self._other >= OVER:
             self._event = self.log.record(
                 EventReason.SLOW,
                 self.live.slow,
@@ -192,10 +198,9 @@ class SlowJob:
                 cause=self._event if told is not None else None,
                 warning=True,
             )
-            self._told, self._seen = slow, 0
-            self.live.look = Look(
-                EvidenceKind.SLOW, self.live.slow, facts(window, slow.node), slow.node
-            )
+            self._told, self._seen, self._other = slow, 0, 0
+            look = Look(EvidenceKind.SLOW, self.live.slow, facts(window, slow.node), slow.node)
+            self.live.look = self.live.look or look
         if self.live.spec.spec.diagnosis.slow == "act" and (why := self._check(slow)):
             self.live.slow += f". It is not checked: {why}"
 

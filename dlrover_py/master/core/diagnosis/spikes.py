@@ -31,12 +31,16 @@ class SpikeWatch:
 
     @property
     def limit(self) -> float | None:
-        """The value from which on one is high; None while too few values are known."""
+        """The value from which on one is high; None while too few values are known.
+
+        None, too, while most values are 0: nothing says what a large value is.
+        """
         if len(self._usual) < FEWEST:
             return None
         middle = median(self._usual)
         deviation = 1.4826 * median(abs(value - middle) for value in self._usual)
-        return middle + max(ROBUST_Z * deviation, LEAST_LEAP * abs(middle))
+        leap = max(ROBUST_Z * deviation, LEAST_LEAP * abs(middle))
+        return middle + leap if leap else None
 
     @property
     def leap(self) -> tuple[int, float, float] | None:

@@ -1,9 +1,11 @@
 """Why a job stands still: a pure function of the snapshots of all ranks.
 
-The collectives come first. A rank *waits* if it is in the newest open collective of a group. It is
-*behind* in a group if others wait there in a collective that it has not entered. A rank that is
-behind in some group and waits nowhere is guilty: the others wait for it, and it waits for no rank.
-If each rank that is behind waits in another group, the groups wait for each other.
+The collectives come first. A rank *waits* in a group if it is in an open collective of it. It is
+*behind* in a group if it does not wait there, and others wait in a collective that it has not
+entered. A rank that is behind in some group and waits nowhere is guilty: the others wait for it,
+and it waits for no rank. If each rank that is behind waits in another group, there is a chain of
+groups. Either it ends in a group in which no rank is behind, whose collective does not end. Or it
+is a cycle: the groups wait for each other.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,6 +13,7 @@ from dataclasses import dataclass
 
 from dlrover_py.master.core.diagnosis.stacks import doing, ranks_in_words
 from dlrover_py.protocol.diagnosis import Cause, Collective, HangKind, HangVerdict, WorkerSnapshot
+from dlrover_py.protocol.rank_ranges import ranks_of
 from dlrover_py.protocol.words import counted
 
 BUSY_CPU = 0.05
@@ -52,14 +55,18 @@ class _Group:
 
     name: str
     front: Collective
-    """The newest collective in which a rank waits."""
+    """The collective in which most ranks wait, of those that some rank has not entered. If all have
+    entered all: the oldest one. There may be several, as ranks may leave a gather early."""
+    at_front: tuple[int, ...]
+    """Ranks that wait in this one."""
     waiting: tuple[int, ...]
-    """Ranks in a collective of this number that has not ended."""
+    """Ranks that wait in any collective of the group."""
     behind: tuple[int, ...]
-    """Members that have not entered a collective of this number."""
-    odd: Mapping[tuple[str, str], tuple[int, ...]]
-    """Ranks by the operation of their collective of this number, and by its shape where all must
-    have the same."""
+    """Members that have not entered a collective in which others wait, and wait in none."""
+    odd: tuple[Collective, Mapping[tuple[str, str], tuple[int, ...]]]
+    """The oldest collective in which ranks wait with different operations, or with different shapes
+    where all must have the same; and these ranks by operation and shape. One entry if there is
+    none."""
     age_s: float
     """Seconds since a rank has entered the oldest collective of the group that is open."""
 
@@ -91,7 +98,7 @@ def _of_collectives(
 ) -> HangVerdict | None:
     """Return what the open collectives say; None if no rank waits in one."""
     waiting = {rank for group in groups for rank in group.waiting}
-    mixed = next((group for group in groups if len(group.odd) > 1), None)
+    mixed = next((group for group in groups if len(group.odd[1]) > 1), None)
     if mixed is not None:
         return _mismatch(mixed, by_rank, known)
     behind = sorted({rank for group in groups for rank in group.behind if rank in by_rank})
@@ -101,18 +108,34 @@ def _of_collectives(
         return _verdict(HangKind.ENDED, ended, by_rank, known, _in_group(ended, groups))
     if guilty:
         return _verdict(HangKind.NOT_ENTERED, guilty, by_rank, known, _in_group(guilty, groups))
-    if behind:
-        return _wait_for_each_other(groups, by_rank, known)
-    if groups:
-        return _no_progress(groups[0], by_rank, known)
+    if cycle := _cycle(groups):
+        return _wait_for_each_other(cycle, by_rank, known)
+    for group in groups:
+        if not group.behind:  # the end of each chain: the others wait for it
+            return _no_progress(group, by_rank, known)
     return None
+
+
+def _cycle(groups: Sequence[_Group]) -> Sequence[_Group]:
+    """Return the groups that wait for each other, and those that wait for them; empty if none do.
+
+    A group waits for those in which the ranks that are behind in it wait.
+    """
+    left = list(groups)
+    while True:
+        waited = [set(group.waiting) for group in left]
+        kept = [
+            group for group in left if any(not ranks.isdisjoint(group.behind) for ranks in waited)
+        ]
+        if len(kept) == len(left):
+            return kept
+        left = kept
 
 
 def _groups(by_rank: Mapping[int, WorkerSnapshot], known: Standstill) -> list[_Group]:
     """Return the process groups with an open collective, those with most waiting ranks first.
 
-    The newest open collective of a group counts. Ranks that are in it wait. Members without a
-    record of it are behind, except running workers whose records could not be read.
+    Running workers whose records could not be read are not behind: nothing is known of them.
 
     Args:
         by_rank: The snapshot of each rank.
@@ -127,38 +150,61 @@ def _groups(by_rank: Mapping[int, WorkerSnapshot], known: Standstill) -> list[_G
         opened = [(one, rank) for rank, ones in records.items() for one in ones if one.open]
         if not opened:
             continue
-        front = max((one for one, _ in opened), key=lambda one: one.seq)
-        at_front = {
-            rank: one for rank, ones in records.items() for one in ones if one.seq == front.seq
-        }
-        odd: dict[tuple[str, str], tuple[int, ...]] = {}
-        waiting = tuple(sorted(rank for rank, one in at_front.items() if one.open))
-        for rank in waiting:
-            op = at_front[rank].op
-            key = (op, at_front[rank].shape if op in SAME_SHAPE else "")
-            odd[key] = (*odd.get(key, ()), rank)
-        members = _members(front, opened, known)
+        by_seq: dict[int, dict[int, Collective]] = {}
+        for one, rank in sorted(opened, key=lambda item: (item[0].seq, item[1])):
+            by_seq.setdefault(one.seq, {})[rank] = one
+        waiting = tuple(sorted({rank for _, rank in opened}))
+        newest_of = {rank: max(one.seq for one in ones) for rank, ones in records.items()}
+        members = _members(opened[0][0], opened, known)
         # Of a worker whose records could not be read it is not known what it has entered.
         behind = tuple(
             rank
             for rank in members
-            if rank not in at_front
+            if rank not in waiting
+            and newest_of.get(rank, -1) < max(by_seq)
             and rank in by_rank
             and (by_rank[rank].recorded or not by_rank[rank].pid)
         )
-        age_s = max(one.age_s for one, _ in opened)
-        found.append(_Group(name, front, waiting, behind, odd, age_s))
+        front = min(by_seq)
+        if behind:
+            least = min(newest_of.get(rank, -1) for rank in behind)
+            front = max((seq for seq in by_seq if seq > least), key=lambda seq: len(by_seq[seq]))
+        odd = next((seq for seq in by_seq if len(_kinds(by_seq[seq])) > 1), front)
+        found.append(
+            _Group(
+                name,
+                next(iter(by_seq[front].values())),
+                tuple(by_seq[front]),
+                waiting,
+                behind,
+                (next(iter(by_seq[odd].values())), _kinds(by_seq[odd])),
+                max(one.age_s for one, _ in opened),
+            )
+        )
     return sorted(found, key=lambda group: (-len(group.waiting), group.name))
 
 
+def _kinds(entered: Mapping[int, Collective]) -> Mapping[tuple[str, str], tuple[int, ...]]:
+    """Return ranks by the operation of their collective, and its shape where all need the same.
+
+    Args:
+        entered: The collective of each rank; all have the same number.
+    """
+    found: dict[tuple[str, str], tuple[int, ...]] = {}
+    for rank, one in entered.items():
+        key = (one.op, one.shape if one.op in SAME_SHAPE else "")
+        found[key] = (*found.get(key, ()), rank)
+    return found
+
+
 def _members(
-    front: Collective, opened: Sequence[tuple[Collective, int]], known: Standstill
+    one: Collective, opened: Sequence[tuple[Collective, int]], known: Standstill
 ) -> Sequence[int]:
-    """Return the ranks of a group."""
-    if front.ranks:
-        return front.ranks
+    """Return the ranks of a group, of which this is a collective."""
+    if one.ranks:
+        return ranks_of(one.ranks, known.world_size)
     # Without a list of its ranks, only the group of all ranks is known.
-    return range(known.world_size) if front.group in ("", "0") else [rank for _, rank in opened]
+    return range(known.world_size) if one.group in ("", "0") else [rank for _, rank in opened]
 
 
 def _in_group(ranks: Sequence[int], groups: Sequence[_Group]) -> _Group | None:
@@ -182,7 +228,7 @@ def _verdict(
     if group is not None:
         has = "have" if many else "has"
         parts.append(f"{subject} {has} not entered {_collective(group, known)}{_for(known)}")
-        parts.append(_others(len(group.waiting)))
+        parts.append(_others(len(group.at_front)))
     else:
         parts.append(f"{subject} {'make' if many else 'makes'} no progress{_for(known)}")
     own = f"rank {first.rank} {what}" if many else f"it {what}"
@@ -194,12 +240,15 @@ def _verdict(
         parts[-1] += f", and {f'rank {at_work[0]}' if many else 'it'} {working}"
     if known.missing:
         parts.append(_missing(known))
-    alive = kind is not HangKind.NOT_ENTERED or not busy
+    # One that is in a collective without a record sends to a rank, or receives from it: it may wait
+    # for one of the others itself.
+    waits = cause is Cause.COLLECTIVE
+    idle = kind is not HangKind.NOT_ENTERED or not (busy or waits)
     return HangVerdict(
         kind=kind,
         cause=cause,
         ranks=list(guilty[:MOST_RANKS]),
-        sure=alive and group is not None and not known.missing,
+        sure=idle and group is not None and not known.missing,
         busy=busy,
         message="; ".join(parts),
     )
@@ -238,14 +287,15 @@ def _mismatch(
     group: _Group, by_rank: Mapping[int, WorkerSnapshot], known: Standstill
 ) -> HangVerdict:
     """Return the verdict on ranks that are in different collectives of the same number."""
-    ordered = sorted(group.odd.items(), key=lambda item: (len(item[1]), item[1]))
+    collective, kinds = group.odd
+    ordered = sorted(kinds.items(), key=lambda item: (len(item[1]), item[1]))
     (op, shape), guilty = ordered[0]
     (other, other_shape), rest = ordered[-1]
     what, cause = doing(by_rank[guilty[0]])
     one, two = op, other
     if op == other:
         one, two = f"{op} of {shape or 'nothing'}", f"{other} of {other_shape or 'nothing'}"
-    number = f"collective {group.front.seq} of {_group_name(group)}"
+    number = f"collective {collective.seq} of {_group_name(group)}"
     verb = "call" if len(guilty) > 1 else "calls"
     message = (
         f"{_subject(guilty, known)} {verb} {one} as {number}, and {ranks_in_words(rest)} "
@@ -266,18 +316,18 @@ def _wait_for_each_other(
 ) -> HangVerdict:
     """Return the verdict on groups of which each waits for ranks that wait in another one."""
     parts = [
-        f"{ranks_in_words(group.waiting)} in {group.front.op} {group.front.seq} of "
+        f"{ranks_in_words(group.at_front)} in {group.front.op} {group.front.seq} of "
         f"{_group_name(group)} for {ranks_in_words(group.behind)}"
         for group in groups
-        if group.behind
     ]
     ranks = sorted({rank for group in groups for rank in group.behind})
+    unread = any(worker.pid and not worker.recorded for worker in by_rank.values())
     message = f"ranks wait for each other in several groups{_for(known)}: {'; '.join(parts)}"
     return HangVerdict(
         kind=HangKind.GROUPS,
         cause=Cause.CODE,
         ranks=ranks[:MOST_RANKS],
-        sure=not known.missing,
+        sure=not known.missing and not unread,
         message=f"{message}; the order of the collectives differs between ranks: code",
     )
 
@@ -290,7 +340,7 @@ def _no_progress(
     if unread:
         what, cause = doing(by_rank[unread[0]])
         message = (
-            f"{ranks_in_words(group.waiting)} {_wait(group.waiting)} in "
+            f"{ranks_in_words(group.at_front)} {_wait(group.at_front)} in "
             f"{_collective(group, known)}{_for(known)}; the collectives of "
             f"{ranks_in_words(unread)} cannot be read; rank {unread[0]} {what}{_suffix(cause)}"
         )
@@ -304,7 +354,7 @@ def _no_progress(
         )
     if known.missing:
         message = (
-            f"{ranks_in_words(group.waiting)} {_wait(group.waiting)} in "
+            f"{ranks_in_words(group.at_front)} {_wait(group.at_front)} in "
             f"{_collective(group, known)}{_for(known)}; {_missing(known)}"
         )
         return HangVerdict(kind=HangKind.UNKNOWN, message=message)

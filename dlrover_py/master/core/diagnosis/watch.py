@@ -58,6 +58,8 @@ class Diagnosis:
         self._requested_at = 0.0
         self._by_rule = False
         """Whether the hang was found by a log rule whose end is the end of the hang."""
+        self._act_after_s = 0.0
+        """Seconds for which the job must stand still before a sure verdict ends the round."""
         self._only_waits = False
         """Whether the job has never reported a step: only a collective that stays open counts."""
         self._still_s = 0.0
@@ -112,8 +114,10 @@ class Diagnosis:
         """Request a snapshot if one is wanted, and make the verdict once it is complete."""
         state, live = self.state, self.live
         spec = live.spec.spec.diagnosis
-        self._clock.least_s = float(spec.hang_seconds)
         self._clock.first_s = float(max(spec.first_step_seconds, spec.hang_seconds))
+        # Once a node has ended, there may be no further step: the others may store a model.
+        least_s = self._clock.first_s if state.succeeded else spec.hang_seconds
+        self._clock.least_s = float(least_s)
         here = (state.round, state.world is not None)
         pending = state.pending_round
         ends = pending is not None and pending.kind not in NON_DISRUPTIVE
@@ -121,7 +125,7 @@ class Diagnosis:
             self._round = here
             self._clock.begin(live.now)
             self._idle.clear()
-            self._look_at = 0.0
+            self._look_at, self._by_rule = 0.0, False
             self._end_hang("the round is over")
         if self._round[1] is False or state.phase is not JobPhase.RUNNING or ends:
             self._drop()
@@ -141,21 +145,25 @@ class Diagnosis:
         if look is not None and live.now >= self._may_look_at.get(look.kind, 0.0):
             self._may_look_at[look.kind] = live.now + LOOK_PAUSE_S
             self._begin(look)
-        elif spec.hang != "off" and not state.succeeded:
+        elif spec.hang != "off":
             if self._by_rule and live.log_hang is None:
-                self._look_at = 0.0
+                self._look_at, self._by_rule = 0.0, False
                 self._end_hang("the log rule does not apply any more")
             self._suspect(spec.silent_seconds)
 
     def _suspect(self, silent_s: int | None) -> None:
         """Request a snapshot if the job has made no step for too long, or a log rule says so."""
         now, clock = self.live.now, self._clock
-        self._only_waits = False
+        self._only_waits, self._act_after_s = False, 0.0
         if self.live.log_hang is not None:
             found, since, self._by_rule = self.live.log_hang
             if now < self._look_at:
                 self.live.wake(self._look_at)
                 return
+            if not self._by_rule:
+                # A line was printed, perhaps by a job that trains: its steps say if it stands.
+                since = since if clock.step is None else clock.moved_at
+                self._act_after_s = clock.least_s
             self._still_s = now - since
             self._begin(Look(EvidenceKind.HANG, found))
             return
@@ -193,7 +201,7 @@ class Diagnosis:
         if look.kind is not EvidenceKind.HANG:
             self._still_s = self.live.now - self._clock.moved_at
         self._taken = {}
-        self._asked = {member.node for member in world.members}
+        self._asked = {member.node for member in world.members} - self.state.succeeded
         self.live.snapshot = self.state.snapshots
         self._assignments.update(self._asked)
         self.live.wake(self.live.now + SNAPSHOT_S)
@@ -219,6 +227,7 @@ class Diagnosis:
             return
         live, round_number = self.live, self.state.round
         workers = [w for node in sorted(self._taken) for w in self._taken[node].workers]
+        workers += self._ended_workers()
         missing = sorted(self._asked)
         moved = self._clock.moved_at > self._requested_at
         verdict = None if moved else judge(workers, self._standstill(missing))
@@ -261,6 +270,17 @@ class Diagnosis:
             self.log.record(EventReason.SNAPSHOT_TAKEN, message)
         if alarm and verdict is not None and self._is_hang(verdict, still_s):
             self._report(verdict, workers, still_s)
+
+    def _ended_workers(self) -> list[WorkerSnapshot]:
+        """Return the workers of nodes that have ended with success: their agents may be gone."""
+        world = self.state.world
+        assert world is not None
+        return [
+            WorkerSnapshot(rank=member.rank_offset + local, local_rank=local, recorded=True)
+            for member in world.members
+            if member.node in self.state.succeeded
+            for local in range(member.nproc)
+        ]
 
     def _standstill(self, missing: list[NodeId]) -> Standstill:
         """Return what is known of the round beside the snapshots."""
@@ -317,7 +337,7 @@ class Diagnosis:
         self.live.hang = verdict.message
         act = self.live.spec.spec.diagnosis.hang == "act" and verdict.sure
         patient = verdict.cause is Cause.STORAGE and still_s < self._clock.first_s
-        if act and not (patient or self._only_waits):
+        if act and still_s >= self._act_after_s and not (patient or self._only_waits):
             self._act(verdict, workers)
 
     def _node_of(self, verdict: HangVerdict) -> NodeId | None:

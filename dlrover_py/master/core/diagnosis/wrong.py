@@ -29,6 +29,9 @@ from dlrover_py.protocol.sdk import WATCHED
 from dlrover_py.protocol.status import JobPhase
 from dlrover_py.protocol.words import counted
 
+WAIT_REPORTS = 3.0
+"""Times between two reports of a node in which it has to say whether its ranks have a value that is
+not finite, too, before the round is ended for it."""
 _REASONS = {
     WrongKind.NOT_FINITE: EventReason.NOT_FINITE,
     WrongKind.SPIKE: EventReason.SPIKE,
@@ -45,6 +48,10 @@ class WrongValues:
         self._round = self.state.round
         self._found: dict[NodeId, Sequence[WrongValue]] = {}
         """What members of the round report that have wrong values."""
+        self._reported: dict[NodeId, float] = {}
+        """Time of the newest report of each member of the round."""
+        self._not_finite_since: float | None = None
+        """Since when some value is not finite; None if all are finite."""
         self._spikes: dict[str, SpikeWatch] = {}
         """The values of each watched metric in this round."""
         self._told: dict[WrongKind, str] = {}
@@ -58,6 +65,7 @@ class WrongValues:
         if not self.state.trains(node_id, node.incarnation):
             return
         self._begin_round()
+        self._reported[node_id] = self.live.now
         if report.wrong:
             self._found[node_id] = report.wrong
         else:
@@ -80,21 +88,45 @@ class WrongValues:
         spec = self.live.spec.spec.diagnosis
         found = [one for values in self._found.values() for one in values]
         found += self._leaps()
+        if all(one.kind is not WrongKind.NOT_FINITE for one in found):
+            self._not_finite_since = None
+        elif self._not_finite_since is None:
+            self._not_finite_since = self.live.now
         for kind in WrongKind:
             policy = spec.spike if kind is WrongKind.SPIKE else spec.wrong
             ones = [one for one in found if one.kind is kind]
             if not ones or policy == "off":
                 self._told.pop(kind, None)
-            elif kind not in self._told and self._tell(kind, ones, policy, state.world):
-                break  # the round is over
+            elif kind not in self._told:
+                if kind is WrongKind.NOT_FINITE and policy == "rollback" and self._awaits_others():
+                    continue
+                if self._tell(kind, ones, policy, state.world):
+                    break  # the round is over
         if self._told or self.live.wrong:
             self.live.wrong = "; ".join(self._told.values())
+
+    def _awaits_others(self) -> bool:
+        """Return whether a node may still report that a value of its ranks is not finite, too.
+
+        One rank alone is at fault, and all of them together are not.
+        """
+        since, world = self._not_finite_since, self.state.world
+        if since is None or world is None:
+            return False
+        due = since + WAIT_REPORTS * self.live.pace.exchange_s
+        if self.live.now >= due:
+            return False
+        self.live.wake(due)
+        nodes = {member.node for member in world.members} - self._found.keys()
+        return any(self._reported.get(node, since) <= since for node in nodes)
 
     def _begin_round(self) -> None:
         """Forget what was wrong in an earlier round."""
         if self._round != self.state.round:
             self._round = self.state.round
+            self._not_finite_since = None
             self._found.clear()
+            self._reported.clear()
             self._spikes.clear()
             self._told.clear()
             if self.live.wrong:
@@ -154,7 +186,11 @@ class WrongValues:
             message=f"computed wrong values: {message}",
             step=first.step,
         )
-        self._failures.worker_failed(guilty, failure)
+        # If most ranks have the wrong value, it comes from the data or the model, and from no node.
+        if ranks and 2 * len(ranks) <= world.world_size:
+            self._failures.worker_failed(guilty, failure)
+        else:
+            self._failures.job_failed(guilty, failure)
         return True
 
     def _last_good(self, step: int, known: Sequence[int | None]) -> Step:
