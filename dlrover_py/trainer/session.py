@@ -24,6 +24,7 @@ import gc
 import os
 import socket
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -177,6 +178,14 @@ class Session:
         self._spent["run"] = now - self._first_step_at
         # Of this thread only: others of the process may compute while this one waits.
         self._spent["cpu"] = time.thread_time()
+        if self._step is not None and step < self._step:
+            # A script that counts anew in each epoch would seem to stand still.
+            warnings.warn(
+                f"report_step() got step {step} after step {self._step}: expected the number of "
+                "all steps since the start of the training, over all epochs. Lower steps do not "
+                "count, so the job seems to stand still",
+                stacklevel=3,
+            )
         self._step, self._total = step, total
         if finite or not self._unsent:
             self._metrics = finite  # keep unsent metrics that only every tenth step reports

@@ -139,6 +139,18 @@ def test_first_step_goes_out_at_once(agent: Agent, worker: Session) -> None:
     )
 
 
+def test_a_script_that_counts_anew_in_each_epoch_is_warned(worker: Session) -> None:
+    worker.report_step(100, None, {})
+    with pytest.warns(UserWarning, match=r"step 1 after step 100: expected .* over all epochs"):
+        worker.report_step(1, None, {})
+
+
+def test_a_time_that_is_no_number_is_left_out(agent: Agent, worker: Session) -> None:
+    worker.spend("data", float("nan"))
+    worker.report_step(1, None, {})
+    assert "data" not in agent.news().spent
+
+
 def test_the_cpu_time_of_a_step_is_that_of_the_thread_that_trains(
     agent: Agent, worker: Session
 ) -> None:
