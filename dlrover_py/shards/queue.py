@@ -95,6 +95,8 @@ class _Worker:
     """Time at which it loses its leases without progress."""
     finished_at: float = -math.inf
     """When it finished its last shard."""
+    late: ShardFailures | None = None
+    """The failures of a shard among which its passed deadline counts; None once it is heard."""
 
 
 class ShardQueue:
@@ -162,6 +164,8 @@ class ShardQueue:
         known = self._workers.setdefault(worker, _Worker())
         if request.seq < known.seq:
             return self._listed(worker, known, request, now)
+        if request.seq > known.seq:
+            self._forgive(known)
         known.seq = request.seq
         if self._stream is not None and (request.ends or request.ended):
             self.changed |= self._stream.extend(request.ends, ended=request.ended)
@@ -175,7 +179,8 @@ class ShardQueue:
                     self._give_back(known, one.token, "")
         if news or request.progress or not known.tokens:
             self._renew(known, now)
-        if request.epoch == record.epoch:
+        # A worker whose credits were refused may have to end: it asks again if it goes on.
+        if request.epoch == record.epoch and not self._refused(worker, request):
             self._lease(worker, known, request.want, now)
         return self._listed(worker, known, request, now)
 
@@ -237,7 +242,9 @@ class ShardQueue:
     def expire(self, now: float) -> float:
         """End the leases of workers whose deadline has passed.
 
-        The shard that such a worker trained is blamed, and may go to quarantine.
+        The shard that such a worker trained is blamed, and may go to quarantine. It is not blamed
+        if no other worker goes on: then all have a long step, or wait for one of them. The blame is
+        taken back when the worker is heard again, because it was slow and not stuck.
 
         Args:
             now: Monotonic time.
@@ -248,11 +255,15 @@ class ShardQueue:
         if now < self._look_at:
             return self._look_at
         self._look_at = math.inf
+        others = any(one.deadline > now + self.lease_s / 2 for one in self._workers.values())
         for name, worker in self._workers.items():
             if not worker.tokens:
                 continue
             if worker.deadline <= now:
-                self.drop(name, blame=f"worker {name} made no progress for {self.lease_s:.0f} s")
+                shard = self._leases[worker.tokens[0]].place.shard
+                blame = f"worker {name} made no progress for {self.lease_s:.0f} s"
+                self.drop(name, blame=blame if others else "")
+                worker.late = self.record.failures.get(shard) if others else None
             else:
                 self._look_at = min(self._look_at, worker.deadline)
         return self._look_at
@@ -387,6 +398,18 @@ class ShardQueue:
                 f"in later ones: {found.why}"
             )
 
+    def _forgive(self, worker: _Worker) -> None:
+        """Take back the failure as which the passed deadline of a worker was counted."""
+        failures = self.record.failures
+        for shard, found in failures.items() if worker.late is not None else ():
+            if found is worker.late:  # else the shard was finished since, or is in quarantine
+                found.count -= 1
+                if not found.count:
+                    del failures[shard]
+                self.changed = True
+                break
+        worker.late = None
+
     # --- Requests ---
 
     def _refusal(self, request: ShardRequest) -> str:
@@ -445,6 +468,12 @@ class ShardQueue:
         self.changed |= record.spec.level is not Level.AT_LEAST_ONCE
         self._end_epoch_if_complete()
 
+    def _refused(self, name: str, request: ShardRequest) -> list[int]:
+        """Return the tokens of a worker's request whose credits were refused."""
+        if request.seq != self.record.applied.get(name):
+            return []
+        return self.record.refused.get(name, [])
+
     def _finish(self, worker: _Worker, token: int, now: float) -> None:
         """Note that all samples of a shard are credited."""
         lease = self._release(worker, token)
@@ -494,15 +523,12 @@ class ShardQueue:
         if poll:
             self._poll_at = now + POLL_S
         told = self._stream is not None and (request.ends or request.ended or self.over)
-        refused: list[int] = []
-        if request.seq == record.applied.get(name):
-            refused = record.refused.get(name, [])
         return ShardAnswer(
             seq=request.seq,
             epoch=record.epoch,
             over=self.over,
             leases=leases,
-            refused=refused,
+            refused=self._refused(name, request),
             retry_s=RETRY_S * max(1.0, len(self._workers) / RETRY_WORKERS),
             lease_s=self.lease_s,
             quarantined=len(record.quarantined),

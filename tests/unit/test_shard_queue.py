@@ -125,6 +125,63 @@ def test_failures_lead_to_quarantine_and_preemptions_do_not() -> None:
     assert client.answer.quarantined == 1
 
 
+def test_a_slow_step_of_all_workers_is_no_failure_of_their_shards() -> None:
+    """Each round begins with a step that takes longer than the deadline, and with equal shards."""
+    queue = make_queue(sizes=[(20, 10)], level=Level.EXACTLY_ONCE_EFFECT)
+    for number in range(1, 5):
+        ranks = [Client(queue, f"n{rank}/0", round=number) for rank in range(2)]
+        for rank in ranks:
+            rank.ask(100.0 * number, spec=queue.record.spec, want=2)
+        assert [rank.answer.leases[0].shard for rank in ranks] == [0, 2]
+        queue.expire(100.0 * number + 60)
+        assert queue.workers == []
+        for rank in ranks:
+            rank.finish(100.0 * number + 70, want=2)
+            assert len(rank.answer.refused) == 2
+            assert rank.answer.leases == [], "it ends now, and must not take a shard with it"
+    assert (queue.record.failures, queue.record.quarantined) == ({}, {})
+
+
+def test_a_worker_that_is_heard_again_was_slow_and_not_stuck() -> None:
+    queue = make_queue(sizes=[(20, 10)])
+    slow, other = Client(queue, "n0/0"), Client(queue, "n1/0")
+    slow.ask(0.0, want=1)
+    queue.drop("n0/0", blame="exit code 1")
+    slow.ask(0.0, want=1)
+    other.ask(50.0, want=1)
+    queue.expire(60.0)
+    assert queue.record.failures[0].count == 2
+    late = slow.finish(70.0)
+    assert (queue.record.failures[0].count, late.leases) == (1, [])
+    assert slow.ask(71.0, want=1).leases[0].shard == 0, "it asks again if it goes on"
+    assert queue.record.failures[0].count == 1, "it is taken back once"
+
+
+def test_what_others_have_failed_with_since_is_not_taken_back() -> None:
+    queue = make_queue(sizes=[(1, 10)], epochs=2)
+    slow, other = Client(queue, "n0/0"), Client(queue, "n1/0")
+    slow.ask(0.0, want=1)
+    other.ask(50.0)
+    queue.expire(60.0)
+    other.ask(60.0, want=1)
+    other.finish(61.0)
+    other.ask(62.0, want=1)
+    queue.drop("n1/0", blame="exit code 1")
+    slow.ask(70.0)
+    assert queue.record.failures[0].count == 1
+
+
+def test_a_shard_with_which_workers_stand_still_goes_to_quarantine() -> None:
+    queue = make_queue(sizes=[(20, 10)])
+    healthy = Client(queue, "healthy")
+    for number in range(3):
+        assert queue.record.quarantined == {}
+        Client(queue, f"n{number}/0").ask(100.0 * number, want=1)
+        healthy.ask(100.0 * number + 50, progress=True)
+        queue.expire(100.0 * number + 60)
+    assert "made no progress for 60 s" in queue.record.quarantined[0].why
+
+
 def test_an_unreadable_shard_goes_to_quarantine_at_once() -> None:
     queue = make_queue()
     client = Client(queue)

@@ -6,7 +6,16 @@ import pytest
 
 from dlrover_py.cli.view import stream_line
 from dlrover_py.master.core.events import ShardsAnswer, ShardsAsked
-from dlrover_py.protocol.agents import FailureKind, HeldLease, WorkerLeases
+from dlrover_py.protocol.agents import (
+    Confidence,
+    FailureCause,
+    FailureClass,
+    FailureKind,
+    HeldLease,
+    WorkerFailure,
+    WorkerLeases,
+)
+from dlrover_py.protocol.errors import SupersededError
 from dlrover_py.protocol.job_view import dataset_line
 from dlrover_py.protocol.names import NodeId
 from dlrover_py.protocol.reasons import ConditionType
@@ -132,6 +141,28 @@ def test_a_failure_is_charged_to_the_shard_that_was_trained(
     again = Script(bench, "n1")
     again.ask(want=9)
     assert [lease.shard for lease in again.leases][:3] == [0, 1, 2], "all come first again"
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        crash(FailureKind.HANG),
+        crash(FailureKind.WRONG),
+        crash(FailureKind.EXCEPTION, fingerprint=f"{SupersededError.__module__}.SupersededError|#"),
+        *(
+            crash(FailureKind.EXCEPTION).model_copy(update={"cause": FailureCause(
+                failure_class=one, confidence=Confidence.SURE, evidence="", advice="")})
+            for one in (FailureClass.DEVICE_MEMORY, FailureClass.COMMUNICATION,
+                        FailureClass.HARDWARE)
+        ),
+    ],
+)  # fmt: skip
+def test_failures_that_say_nothing_about_the_shard(failure: WorkerFailure) -> None:
+    bench = running(elastic_job(1, 1))
+    Script(bench, "n0").ask()
+    bench.agent("n0").fail(failure)
+    bench.exchange()
+    assert bench.job.state.shards["d"].failures == {}
 
 
 def test_a_poison_shard_becomes_a_condition_and_an_event() -> None:

@@ -4,7 +4,14 @@ from dlrover_py.master.core.events import ShardsAnswer, ShardsAsked
 from dlrover_py.master.core.history import CoreContext
 from dlrover_py.master.core.nodes import Node
 from dlrover_py.master.core.policy import in_words
-from dlrover_py.protocol.agents import AgentReport, FailureKind, WorkerPhase
+from dlrover_py.protocol.agents import (
+    AgentReport,
+    FailureClass,
+    FailureKind,
+    WorkerFailure,
+    WorkerPhase,
+)
+from dlrover_py.protocol.errors import DLRoverError
 from dlrover_py.protocol.names import NodeId
 from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.shards import AnswerCode, ShardAnswer, ShardRequest
@@ -15,8 +22,21 @@ MAX_DATASETS = 32
 """Most datasets of a job: each has a record in the journal."""
 WRITE_S = 5.0
 """Seconds within which credits of ``at_least_once`` are written to the journal."""
-NOT_THE_SHARD = (FailureKind.PEER, FailureKind.START)
-"""Failures of a worker that say nothing about the shard that it trained."""
+NOT_THE_SHARD = (
+    FailureKind.PEER,
+    FailureKind.START,
+    FailureKind.HANG,  # workers in step all stand still; the deadlines of leases see the one
+    FailureKind.WRONG,
+)
+"""Kinds of failures of a worker that say nothing about the shard that it trained."""
+NOT_THE_DATA = (
+    FailureClass.DEVICE_MEMORY,
+    FailureClass.COMMUNICATION,
+    FailureClass.HARDWARE,
+)
+"""Classes of failures that do not say anything about it, either."""
+OWN_ERRORS = f"{DLRoverError.__module__}."
+"""How the fingerprint of an exception begins that DLRover-Py itself has raised."""
 SIGTERM = -15
 """Exit code of a worker that was asked to end."""
 
@@ -60,7 +80,7 @@ class Sharding:
         if failure is not None and key not in self._blamed:
             self._blamed.add(key)
             preempted = report.leaving or node.leaving or failure.exit_code == SIGTERM
-            if not preempted and failure.kind not in NOT_THE_SHARD:
+            if not preempted and _may_be_the_shard(failure):
                 for queue in self._queues.values():
                     worker = f"{node_id}/{failure.local_rank}"
                     queue.drop(worker, blame=f"{node_id}: {in_words(failure)}")
@@ -165,3 +185,15 @@ class Sharding:
             for worker in queue.workers:
                 if worker.rpartition("/")[0] == node_id:
                     queue.drop(worker)
+
+
+def _may_be_the_shard(failure: WorkerFailure) -> bool:
+    """Return whether the shard that a worker trained may be the cause of its failure.
+
+    An error of DLRover-Py itself is none: a worker also raises one because it has lost the shard.
+    """
+    return (
+        failure.kind not in NOT_THE_SHARD
+        and failure.failure_class not in NOT_THE_DATA
+        and not failure.fingerprint.startswith(OWN_ERRORS)
+    )

@@ -652,11 +652,12 @@ class ShardLoader:
         """
         why = (
             f"dataset {self.name}: {len(lost)} shards of this worker were given to others, because "
-            f"it made no progress for {self._answer.lease_s:.0f} s"
+            f"it made no progress for {self._answer.lease_s:.0f} s: give ShardLoader a larger "
+            "lease_s= if a step, an evaluation or a save takes longer"
         )
         trained = self._batch.keys() & lost or set(self._answer.refused)
         if self._spec.level is Level.EXACTLY_ONCE_EFFECT and trained:
-            raise SupersededError(f"{why}: the script must start again from its checkpoint")
+            raise SupersededError(f"{why}; the script must start again from its checkpoint")
         log.warning("%s; samples that it has not reported in time do not count", why)
         if self._reading is not None and self._reading[0].token in lost:
             self._reading = None
