@@ -198,6 +198,21 @@ class ShardQueue:
         for index, token in enumerate(list(known.tokens)):
             self._give_back(known, token, blame if index == 0 else "")
 
+    def fail(self, worker: str, why: str) -> None:
+        """End the leases of a worker that has failed; the shard that it trained is blamed.
+
+        A failure counts once, also if a new process of the queue hears of it again.
+
+        Args:
+            worker: Name of the worker.
+            why: How it has failed, in words.
+        """
+        known, failed = self._workers.get(worker), self.record.failed
+        counts = known is not None and known.tokens and worker not in failed
+        if counts:
+            failed.append(worker)
+        self.drop(worker, blame=why if counts else "")
+
     def forget_workers(self) -> None:
         """End all leases, because all workers of the history are gone; no shard is to blame."""
         for worker in list(self._workers):
@@ -304,6 +319,7 @@ class ShardQueue:
         record.history = history
         record.applied.clear()
         record.refused.clear()
+        record.failed.clear()
         if record.spec.level is Level.EXACTLY_ONCE_EFFECT:
             self._returned = []
             self._supply.begin(ledger or Ledger(epoch=0))

@@ -81,6 +81,8 @@ class QueueRecord:
     """Number of each worker's newest request whose credits and returns were taken in."""
     refused: dict[str, list[Count]] = Field(default_factory=dict)
     """Tokens that were refused in that request, where there are any."""
+    failed: list[str] = Field(default_factory=list)
+    """Workers of this history whose failure with a shard is counted, as others may report it."""
     shard_s: float = 0.0
     """99th percentile of the seconds that shards took; 0 before the first one."""
     stream: StreamRecord = Field(default_factory=StreamRecord)

@@ -225,6 +225,29 @@ def test_a_new_master_waits_for_all_members_and_continues_their_leases() -> None
     assert second.done() == [(0, 2)]
 
 
+def test_a_new_master_does_not_count_a_failure_again() -> None:
+    bench = running(elastic_job(2, 2))
+    script, other = Script(bench, "n0"), Script(bench, "n1")
+    script.ask()
+    other.ask()
+    other.agent.warming = True  # the next round must wait for it
+    bench.exchange(other.agent)
+    script.agent.fail(crash())
+    script.report_leases()
+    assert bench.job.state.shards["d"].failures[0].count == 1
+    bench.restart_master()
+    script.report_leases()
+    other.report_leases()
+    assert bench.job.state.shards["d"].failures[0].count == 1
+    other.agent.warming = False
+    bench.settle()
+    again = Script(bench, "n0")
+    again.ask()
+    again.agent.fail(crash())
+    again.report_leases()
+    assert bench.job.state.shards["d"].failures[0].count == 2, "another round, another failure"
+
+
 def test_a_member_that_does_not_come_back_is_not_waited_for_forever() -> None:
     bench = running(elastic_job(2, 1))
     first, second = Script(bench, "n0"), Script(bench, "n1")

@@ -83,7 +83,7 @@ class Sharding:
             if not preempted and _may_be_the_shard(failure):
                 for queue in self._queues.values():
                     worker = f"{node_id}/{failure.local_rank}"
-                    queue.drop(worker, blame=f"{node_id}: {in_words(failure)}")
+                    queue.fail(worker, f"{node_id}: {in_words(failure)}")
 
     def ask(self, event: ShardsAsked) -> None:
         """Answer a request of a worker; the answer is an effect of this step.
