@@ -90,6 +90,7 @@ class SaveStarter:
         Raises:
             ConfigError: the state cannot be saved, and no state could be saved before. Or it can
                 never fit into the memory, and no checkpoint was saved or loaded before.
+            SupersededError: a loader of the state has lost shards that its model has learnt from.
         """
         began = time.perf_counter()
         step = attempt.id.step

@@ -48,7 +48,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dlrover_py.protocol.errors import CheckpointError, ConfigError
+from dlrover_py.protocol.errors import CheckpointError, ConfigError, SupersededError
 from dlrover_py.protocol.slots import ITEM_BYTES, PRIVATE, TensorChunk, private_key
 from dlrover_py.trainer.object_codec import (
     CONTAINERS,
@@ -231,6 +231,7 @@ def flatten(state: Mapping[str, object], *, rank: int) -> FlatState:
 
     Raises:
         ConfigError: something in the state cannot be saved; the message names its key.
+        SupersededError: a loader of the state has lost shards that its model has learnt from.
     """
     return StateWalk(rank, load=False).run(state).flat
 
@@ -462,9 +463,13 @@ class StateWalk:
         Raises:
             ConfigError: the value cannot be saved, or an object of the user has raised an
                 exception.
+            SupersededError: the value belongs to a history that must not go on, so that a log line
+                and a later save would be wrong.
         """
         try:
             return self._visit_by_type(key, value, found, holder, name)
+        except SupersededError:
+            raise
         except Exception as error:
             raise refused(key, error) from error
 

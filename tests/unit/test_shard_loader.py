@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.errors import ConfigError, SupersededError
 from dlrover_py.protocol.shards import (
     AnswerCode,
     DatasetSpec,
@@ -20,6 +20,7 @@ from dlrover_py.protocol.shards import (
 )
 from dlrover_py.shards.queue import ShardQueue
 from dlrover_py.shards.records import QueueRecord
+from dlrover_py.trainer import collectives
 from dlrover_py.trainer.data import (
     LineSource,
     MapSource,
@@ -30,6 +31,7 @@ from dlrover_py.trainer.data import (
     verify_shards,
 )
 from dlrover_py.trainer.data.shard_sources import ShardSource
+from dlrover_py.trainer.state_dict import flatten
 
 
 def epoch_of(loader: ShardLoader, size: int = 3, most: int = 10**6) -> list[Any]:
@@ -330,6 +332,7 @@ class QueueOfTheMaster:
 
     def __init__(self) -> None:
         self.queue: ShardQueue | None = None
+        self.now = 0.0
         self.histories: dict[Any, Any] = {}
         """What the process remembers of its loaders."""
 
@@ -342,7 +345,7 @@ class QueueOfTheMaster:
         if self.queue is None:
             assert request.spec is not None
             self.queue = ShardQueue(QueueRecord(spec=request.spec))
-        return self.queue.take("a", request, 0.0)
+        return self.queue.take("a", request, self.now)
 
 
 @pytest.fixture
@@ -391,6 +394,69 @@ def test_a_loader_that_is_made_anew_continues(
     assert loader is not None
     trained += epoch_of(loader, size)
     assert sorted(trained) == list(range(23))
+
+
+def lose_a_shard(one_queue: QueueOfTheMaster, name: str) -> tuple[ShardLoader, dict[str, Any]]:
+    """Return a loader that has committed samples of a lost shard, and its state before that."""
+    one_queue.begin()
+    loader = ShardLoader(name, MapSource(range(23), shard_size=5), epochs=1)
+    state = loader.state_dict()
+    epoch_of(loader, 2, 1)
+    assert one_queue.queue is not None
+    one_queue.queue.expire(70.0)
+    one_queue.now = 70.0
+    return loader, state
+
+
+def test_no_state_has_the_samples_of_a_shard_that_was_lost(one_queue: QueueOfTheMaster) -> None:
+    loader, state = lose_a_shard(one_queue, "lost")
+    for _ in range(2):  # the first save says so, and no later one may seem to succeed
+        with pytest.raises(SupersededError, match=r"made no progress for 60 s.* larger lease_s="):
+            flatten({"a": {"data": loader}}, rank=0)
+    for call in (loader.commit, lambda: next(loader.batches(2))):
+        with pytest.raises(SupersededError, match="start again from its checkpoint"):
+            call()
+    loader.load_state_dict(state)
+    assert sorted(epoch_of(loader)) == list(range(23))
+
+
+class OtherRank:
+    """What another rank of two sends in a collective, and what it gets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fault: list[Any] | None) -> None:
+        self.got: list[Any] = []
+        self.fault = fault
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.setattr(collectives, "rank_and_world", lambda: (0, 2))
+        monkeypatch.setattr(collectives, "gather", self.gather)
+
+    def gather(self, value: Any, world: int) -> list[Any]:
+        self.got.append(value)
+        return [value, [0, [], "", self.fault] if len(value) == 4 else value]
+
+
+def test_all_ranks_say_that_one_has_no_state(
+    one_queue: QueueOfTheMaster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that raised before the collective would leave the others waiting in it."""
+    other = OtherRank(monkeypatch, None)
+    loader, _ = lose_a_shard(one_queue, "ranks")
+    with pytest.raises(SupersededError, match="dataset ranks: 1 shards of this worker"):
+        loader.state_dict()
+    fatal, words = other.got[-1][3]
+    assert fatal
+    assert "dataset ranks: 1 shards of this worker" in words
+
+
+@pytest.mark.parametrize("fatal", [True, False])
+def test_a_rank_without_a_state_ends_the_save_of_the_others(
+    fatal: bool, one_queue: QueueOfTheMaster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_queue.begin()
+    OtherRank(monkeypatch, [fatal, "its last batch is not committed"])
+    loader = ShardLoader("others", MapSource(range(23), shard_size=5))
+    with pytest.raises(SupersededError if fatal else ConfigError, match="rank 1: its last batch"):
+        loader.state_dict()
 
 
 def test_the_ledger_of_a_loader_that_is_made_anew(

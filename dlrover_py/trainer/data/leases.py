@@ -33,7 +33,12 @@ from typing import Any, Protocol
 from pydantic import ValidationError
 
 from dlrover_py.protocol.documents import explain
-from dlrover_py.protocol.errors import ConfigError, SupersededError, UnreachableError
+from dlrover_py.protocol.errors import (
+    ConfigError,
+    DLRoverError,
+    SupersededError,
+    UnreachableError,
+)
 from dlrover_py.protocol.runs import Run, add
 from dlrover_py.protocol.runs import size as size_of
 from dlrover_py.protocol.shard_ledger import UNKNOWN, LedgerHistory, ShardLedgerHeader
@@ -117,6 +122,8 @@ class _History:
     """Name of this process in a ledger on disk, if no job gives one."""
     origin: Mark = ""
     """Mark of the state with which the history has begun; empty if there was none."""
+    over: str = ""
+    """Why this history must not go on, in words: the model may have learnt what does not count."""
     states: int | None = None
     """How many states were taken in this history; None while there is no record of it on disk."""
 
@@ -129,7 +136,7 @@ class _History:
         self.loads += 1
         goes_back = level is Level.EXACTLY_ONCE_EFFECT
         self.epoch, self.ledger = (ledger.epoch, ledger) if goes_back else (0, None)
-        self.credits, self.own = {}, {}
+        self.credits, self.own, self.over = {}, {}, ""
         has_credits = ledger.epoch or ledger.done or ledger.partial or ledger.parts
         self.origin = ledger.mark or (UNKNOWN if has_credits else "")
         self.states = None
@@ -368,6 +375,7 @@ class ShardLoader:
             DLRoverError: as for :meth:`batches`.
         """
         finished = False
+        self._check_goes_on()
         if self._writer is not None:
             self._writer.trained((self._open[token].lease, runs) for token, runs in
                                  self._batch.items())  # fmt: skip
@@ -400,22 +408,35 @@ class ShardLoader:
     def state_dict(self) -> dict[str, str | int]:
         """Return which shards all workers have finished. All ranks must call it together.
 
-        It waits until the queue has confirmed this worker's credits, so they count for good.
+        It waits until the queue has confirmed this worker's credits, so they count for good. If
+        that fails on one rank, all ranks raise an error.
 
         Raises:
-            ConfigError: the present batch is not committed.
+            ConfigError: the present batch of a rank is not committed.
+            SupersededError: shards of a rank were given to others.
             DLRoverError: as for :meth:`batches`.
         """
-        self._check_committed()
-        self.flush()
         if self._settings.size > 1 and self._group() is None:
             raise ConfigError(
                 f"dataset {self.name}: the state has the credits of all {self._settings.size} "
                 "workers: call torch.distributed.init_process_group() before"
             )
-        mark = self._mark()
-        told = [self._history.epoch, sorted(self._history.own.items()), mark]
+        mark, error = "", None
+        try:
+            self._check_committed()
+            self.flush()
+            mark = self._mark()
+        except DLRoverError as found:  # the other ranks wait in the collective below
+            error = found
+        fault = None if error is None else [isinstance(error, SupersededError), str(error)]
+        told = [self._history.epoch, sorted(self._history.own.items()), mark, fault]
         everyone = self._gather(told)
+        faults = [(rank, *one[3]) for rank, one in enumerate(everyone) if one[3] is not None]
+        if error is not None and (len(faults) == 1 or isinstance(error, SupersededError)):
+            raise error
+        if faults:
+            rank, fatal, why = max(faults, key=lambda one: bool(one[1]))
+            raise (SupersededError if fatal else ConfigError)(f"rank {rank}: {why}")
         if any(one[2] != mark for one in everyone):
             raise ConfigError(
                 f"dataset {self.name}: expected keep_ledger() on all workers or on none, found it "
@@ -425,7 +446,7 @@ class ShardLoader:
         ledger = self._history.ledger
         if ledger is None or ledger.epoch < epoch:  # it may already be that of the next epoch
             ledger = Ledger(epoch=epoch)
-        committed = [item for at, items, _ in everyone if at == ledger.epoch for item in items]
+        committed = [item for at, items, *_ in everyone if at == ledger.epoch for item in items]
         merged = _merged(self._spec, ledger, committed)
         self._history.ledger = merged.model_copy(update={"mark": mark})
         self._history.own = {}
@@ -524,8 +545,19 @@ class ShardLoader:
 
     # --- Reading ---
 
+    def _check_goes_on(self) -> None:
+        """Raise SupersededError again once it was raised: no later state may have its samples."""
+        if self._history.over:
+            raise SupersededError(self._history.over)
+
     def _check_committed(self) -> None:
-        """Raise ConfigError if the present batch is not committed."""
+        """Raise an error if the present batch is not committed, or the history must not go on.
+
+        Raises:
+            ConfigError: the batch is not committed.
+            SupersededError: it was raised before.
+        """
+        self._check_goes_on()
         if self._batch:
             raise ConfigError(
                 f"dataset {self.name}: the last batch is not committed: call commit() after "
@@ -586,6 +618,7 @@ class ShardLoader:
             SupersededError: another round or load has begun, or leases were lost.
             UnreachableError: the agent does not answer.
         """
+        self._check_goes_on()
         self._history.seq += 1
         # A shard whose rest is in the present batch is given back after its commit.
         returns = [one for one in self._returns if one.token not in self._batch]
@@ -622,11 +655,12 @@ class ShardLoader:
         if answer.code is AnswerCode.REFUSED:
             raise ConfigError(answer.why)
         if answer.code is AnswerCode.SUPERSEDED:
-            raise SupersededError(f"dataset {self.name}: {answer.why}")
+            self._history.over = f"dataset {self.name}: {answer.why}"
         if answer.code is AnswerCode.UNKNOWN:
-            raise SupersededError(
+            self._history.over = (
                 f"dataset {self.name}: the master has lost its journal: the script must start again"
             )
+        self._check_goes_on()
         self._answer, self._joined, self._history.credits = answer, True, {}
         held = {lease.token: lease for lease in answer.leases}
         if self._writer is not None and request.credits:
@@ -657,7 +691,8 @@ class ShardLoader:
         )
         trained = self._batch.keys() & lost or set(self._answer.refused)
         if self._spec.level is Level.EXACTLY_ONCE_EFFECT and trained:
-            raise SupersededError(f"{why}; the script must start again from its checkpoint")
+            self._history.over = f"{why}; the script must start again from its checkpoint"
+            self._check_goes_on()
         log.warning("%s; samples that it has not reported in time do not count", why)
         if self._reading is not None and self._reading[0].token in lost:
             self._reading = None
