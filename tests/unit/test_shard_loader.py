@@ -178,6 +178,25 @@ def test_a_shard_that_cannot_be_read_is_visible_and_never_done(
     assert sorted(epoch_of(loader)) == ["a", "b"], "the next epoch leaves it out as well"
 
 
+@pytest.mark.parametrize("left", ["an empty folder", "nothing"])
+def test_a_node_that_has_lost_its_mount_puts_no_shard_into_quarantine(
+    tmp_path: Path, left: str
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    paths = [folder / f"{number}.txt" for number in range(3)]
+    for path in paths:
+        path.write_text("a\n")
+    loader = ShardLoader("mount", LineSource(paths))
+    for path in paths:
+        path.unlink()
+    if left == "nothing":
+        folder.rmdir()
+    with pytest.raises(ConfigError, match="found its folder gone or empty on this node: mount"):
+        epoch_of(loader)
+    assert loader.quarantined == 0
+
+
 def test_rows_of_parquet_files(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -190,7 +209,7 @@ def test_rows_of_parquet_files(tmp_path: Path) -> None:
     loader = ShardLoader("rows", source, epochs=1)
     assert sorted(row["a"] for row in epoch_of(loader)) == list(range(10))
     assert list(source.read(1, 1, 3)) == [({"a": 5}, 2), ({"a": 6}, 3)]
-    path.unlink()
+    path.rename(tmp_path / "b.parquet")
     again = ShardLoader("again", source, epochs=1)
     with pytest.raises(ConfigError, match="3 of 3 shards are in quarantine"):
         epoch_of(again)

@@ -342,8 +342,27 @@ def opened(path: str | os.PathLike[str]) -> Any:
 
     Raises:
         ShardUnreadableError: there is no such file.
+        ConfigError: its folder is gone or empty, too. This node has then lost its mount, as others
+            may not have: no shard must go to quarantine for that.
     """
     try:
         return open(path, "rb")
     except FileNotFoundError as error:
+        folder = os.path.dirname(os.path.abspath(path))
+        if not _has_entries(folder):
+            raise ConfigError(
+                f"data: {path}: expected the file of the first use, found its folder gone or empty "
+                "on this node: mount the data again, or restore it"
+            ) from error
         raise ShardUnreadableError(f"{path}: the file is gone") from error
+
+
+def _has_entries(folder: str) -> bool:
+    """Return whether a folder exists and has something in it, as far as this can be seen."""
+    try:
+        with os.scandir(folder) as entries:
+            return next(entries, None) is not None
+    except PermissionError:
+        return True  # a file of it may be opened all the same
+    except OSError:
+        return False
