@@ -86,6 +86,45 @@ def test_what_is_no_file_is_left_out(tmp_path: Path) -> None:
     assert (list(ends), ended) == (["a.jsonl"], False)
 
 
+def test_a_file_that_is_removed_meanwhile_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "a.jsonl", 1)
+    write(tmp_path / "b.jsonl", 1)
+    source, is_file = stream(tmp_path), Path.is_file
+
+    def removed_behind_it(path: Path) -> bool:
+        found = is_file(path)
+        if path.name == "a.jsonl":
+            path.unlink()
+        return found
+
+    monkeypatch.setattr(Path, "is_file", removed_behind_it)
+    assert source.ends() == ({"b.jsonl": 9}, False)
+
+
+class LongNames:
+    """A stream whose partitions have names of 300 bytes."""
+
+    range_size = 3
+
+    def ends(self) -> tuple[Mapping[str, int], bool]:
+        return {f"{number:03}" + "€" * 97: 5 for number in range(1000)}, False
+
+    def read(self, partition: str, start: int, stop: int) -> Iterator[tuple[Any, int]]:
+        raise AssertionError
+
+
+def test_a_request_that_its_agent_would_not_take_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody listens on the socket: a request that is sent would be tried for a minute."""
+    monkeypatch.setenv("DLROVER_SHARDS_SOCKET", str(tmp_path / "socket"))
+    loader = ShardLoader("names", LongNames())
+    with pytest.raises(ConfigError, match="names: expected a request of at most 261120 bytes"):
+        next(loader.batches(1))
+
+
 def test_a_file_that_was_cut_goes_to_quarantine(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     write(path, 1, 2, 3)

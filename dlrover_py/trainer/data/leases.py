@@ -43,6 +43,7 @@ from dlrover_py.protocol.runs import Run, add
 from dlrover_py.protocol.runs import size as size_of
 from dlrover_py.protocol.shard_ledger import UNKNOWN, LedgerHistory, ShardLedgerHeader
 from dlrover_py.protocol.shards import (
+    MAX_REQUEST,
     MAX_SIZES,
     AnswerCode,
     Credit,
@@ -78,6 +79,8 @@ RETRY_S = 0.2
 REPORT_S = 2.0
 """Seconds after which a commit is reported, although no shard is finished."""
 
+MOST_BYTES = MAX_REQUEST - 1024
+"""Greatest size of a request. Its agent and the master take ``MAX_REQUEST``, with what is added."""
 MAX_AHEAD = 32
 """Most leases that a worker may hold before it reads them."""
 
@@ -154,6 +157,7 @@ class _Channel(Protocol):
 
         Raises:
             UnreachableError: the agent does not answer.
+            ConfigError: the request is too large.
         """
 
 
@@ -168,6 +172,12 @@ class _AgentChannel:
         """Send a request until it is answered. See :class:`_Channel`."""
         line = request.model_dump_json(exclude_defaults=True).encode() + b"\n"
         deadline = time.monotonic() + AGENT_AWAY_S
+        if len(line) > MOST_BYTES:
+            raise ConfigError(
+                f"dataset {request.dataset}: expected a request of at most {MOST_BYTES} bytes, "
+                f"found {len(line)}: give a stream fewer partitions or shorter names, and "
+                "other data fewer sizes of shards"
+            )
         while True:
             try:
                 if self._stream is None:
