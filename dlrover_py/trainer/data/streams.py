@@ -105,7 +105,11 @@ class LineStream:
             name = path.relative_to(self._folder).as_posix()
             if path == self._marker or not path.is_file():  # a FIFO would block
                 continue
-            with path.open("rb") as file:
+            try:
+                opened = path.open("rb")
+            except FileNotFoundError:
+                continue  # it was removed since it was found, as by a rotation of logs
+            with opened as file:
                 length = os.fstat(file.fileno()).st_size
                 known, end = self._seen.get(name, (0, 0))
                 if length > known:
