@@ -180,8 +180,7 @@ class Checkpointer:
                 call, further causes are a process group that is not initialized, missing shared
                 memory, and another open Checkpointer of this worker.
             OSError: at the first call, the slots in shared memory cannot be opened.
-            SupersededError: a ``ShardLoader`` of the state has lost shards that the model has
-                learnt from: the script must end, and start again from its checkpoint.
+            SupersededError: a ``ShardLoader`` of the state has lost shards: the script must end.
             ValueError: the step is not an integer from 0 to 2**53, or the metric is not a number.
             RuntimeError: another rank is gone.
         """

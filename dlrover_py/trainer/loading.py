@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 from dlrover_py.checkpoint.directory import CheckpointDirectory
 from dlrover_py.protocol.errors import ConfigError
-from dlrover_py.trainer import restore
+from dlrover_py.trainer import restore, session
 from dlrover_py.trainer.calls import CallsDifferError
 from dlrover_py.trainer.candidates import CheckpointSources, local_agent
 from dlrover_py.trainer.collectives import Ranks
@@ -59,7 +59,7 @@ def load_newest(
             job=context.job,
             rejected=settings.rejected,
         )
-        return restore.load(
+        found = restore.load(
             state,
             sources,
             rank=context.rank,
@@ -68,6 +68,9 @@ def load_newest(
             strict=strict,
             prepare=prepare,
         )
+    if found is not None:
+        session.note_load()
+    return found
 
 
 def initialize(

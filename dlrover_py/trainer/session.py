@@ -108,6 +108,8 @@ class Session:
             node_rank=settings.node_rank,
             nodes=settings.nodes,
         )
+        self.resumed = False
+        """Whether this process has loaded a checkpoint."""
         self.stop_reason = ""
         """Why the script must stop, in words. Empty as long as the agent has not asked for it."""
         self._clock = clock
@@ -606,6 +608,19 @@ def report_unsaved(why: str) -> None:
     :class:`dlrover_py.trainer.Checkpointer` calls this. The same reason again is not sent.
     """
     _current().report_unsaved(why)
+
+
+def note_load() -> None:
+    """Note that this process has loaded a checkpoint.
+
+    :class:`dlrover_py.trainer.Checkpointer` calls this.
+    """
+    _current().resumed = True
+
+
+def resumed() -> bool:
+    """Return whether this process has loaded a checkpoint."""
+    return _current().resumed
 
 
 def report_store(dir: str, keep: Mapping[str, int], spare: Sequence[str] = ()) -> None:

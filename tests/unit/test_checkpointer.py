@@ -30,6 +30,7 @@ from dlrover_py.protocol.persister import KeepRules
 from dlrover_py.protocol.slots import SlotHeader
 from dlrover_py.trainer import session
 from dlrover_py.trainer.checkpointer import Checkpointer
+from dlrover_py.trainer.data import MapSource, ShardLoader, leases
 from dlrover_py.trainer.replica_tracking import ReplicaMarks, copied_by_all
 from dlrover_py.trainer.schedule import PRIOR_S, SaveInterval, optimum_s
 from dlrover_py.trainer.settings import Settings
@@ -104,6 +105,27 @@ def saved(checkpointer: Checkpointer, steps: range) -> list[int]:
             found.append(step)
         checkpointer.wait()
     return found
+
+
+@pytest.mark.parametrize("in_state", [True, False])
+def test_a_loader_of_shards_that_is_left_out_of_the_state_says_so(
+    make: Callable[..., Checkpointer],
+    in_state: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for step in (None, 1):
+        monkeypatch.setattr(session, "_session", None)  # as in another process
+        monkeypatch.setattr(leases, "_names", {})
+        loader = ShardLoader("left-out", MapSource(range(9), shard_size=3))
+        state = {**STATE, "data": loader} if in_state else STATE
+        checkpointer = make()
+        assert checkpointer.load(state) == step
+        assert not loader.over
+        warned = "epoch 0 begins again" in caplog.text
+        assert warned == (step is not None and not in_state)
+        assert step or checkpointer.save(1, state)
+        checkpointer.close()
 
 
 def test_plain_values_of_the_state_itself_come_back(make: Callable[..., Checkpointer]) -> None:

@@ -20,7 +20,7 @@ from dlrover_py.protocol.shards import (
 )
 from dlrover_py.shards.queue import ShardQueue
 from dlrover_py.shards.records import QueueRecord
-from dlrover_py.trainer import collectives
+from dlrover_py.trainer import collectives, session
 from dlrover_py.trainer.data import (
     LineSource,
     MapSource,
@@ -102,7 +102,10 @@ def test_a_new_queue_of_another_level_begins_with_the_first_epoch(level: Level) 
     assert again == Ledger(epoch=1)
 
 
-def test_a_save_within_a_shard_is_no_loss_of_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_save_within_a_shard_is_no_loss_of_it(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "_session", None)  # other tests have loaded checkpoints
     loader = ShardLoader("saved", MapSource(range(12), shard_size=6), epochs=1)
     for _ in loader.batches(2):
         loader.commit()

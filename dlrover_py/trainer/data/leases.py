@@ -60,6 +60,7 @@ from dlrover_py.protocol.shards import (
 from dlrover_py.shards.order import ShardOrder, ShardTable
 from dlrover_py.shards.queue import ShardQueue
 from dlrover_py.shards.records import QueueRecord
+from dlrover_py.trainer import session
 from dlrover_py.trainer.data.ledger_file import folder_of
 from dlrover_py.trainer.data.shard_ledger import ShardLedgerWriter
 from dlrover_py.trainer.data.shard_sources import (
@@ -78,9 +79,9 @@ RETRY_S = 0.2
 """Seconds between two such tries."""
 REPORT_S = 2.0
 """Seconds after which a commit is reported, although no shard is finished."""
-
 MOST_BYTES = MAX_REQUEST - 1024
 """Greatest size of a request. Its agent and the master take ``MAX_REQUEST``, with what is added."""
+
 MAX_AHEAD = 32
 """Most leases that a worker may hold before it reads them."""
 
@@ -156,8 +157,8 @@ class _Channel(Protocol):
         """Return the answer to a request; it may take long.
 
         Raises:
-            UnreachableError: the agent does not answer.
             ConfigError: the request is too large.
+            UnreachableError: the agent does not answer.
         """
 
 
@@ -171,13 +172,13 @@ class _AgentChannel:
     def ask(self, request: ShardRequest) -> ShardAnswer:
         """Send a request until it is answered. See :class:`_Channel`."""
         line = request.model_dump_json(exclude_defaults=True).encode() + b"\n"
-        deadline = time.monotonic() + AGENT_AWAY_S
         if len(line) > MOST_BYTES:
             raise ConfigError(
                 f"dataset {request.dataset}: expected a request of at most {MOST_BYTES} bytes, "
                 f"found {len(line)}: give a stream fewer partitions or shorter names, and "
                 "other data fewer sizes of shards"
             )
+        deadline = time.monotonic() + AGENT_AWAY_S
         while True:
             try:
                 if self._stream is None:
@@ -629,6 +630,14 @@ class ShardLoader:
             UnreachableError: the agent does not answer.
         """
         self._check_goes_on()
+        history = self._history
+        effect = self._spec.level is Level.EXACTLY_ONCE_EFFECT
+        if effect and not history.seq and not history.loads and session.resumed():
+            log.warning(
+                "dataset %s: a checkpoint was loaded without the state of this loader, so epoch 0 "
+                "begins again: put the loader into the state if the model trains on its samples",
+                self.name,
+            )
         self._history.seq += 1
         # A shard whose rest is in the present batch is given back after its commit.
         returns = [one for one in self._returns if one.token not in self._batch]
