@@ -282,6 +282,16 @@ def test_a_snapshot_of_another_time_is_dropped(change: str) -> None:
     assert train.bench.job.live.diagnosis is None
 
 
+def test_a_hang_that_is_not_looked_for_any_more_is_over() -> None:
+    train = Train()
+    train.go()
+    train.until_asked(SHORT_S + 3)
+    train.answer()
+    assert train.condition().startswith("True")
+    train.bench.change(spec("off"))
+    assert train.condition().startswith("False")
+
+
 def test_a_job_stands_still_after_one_of_its_nodes_has_ended() -> None:
     """The data of n1 ended earlier. The others get as long as a first step may take."""
     train = Train()

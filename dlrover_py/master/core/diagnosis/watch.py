@@ -145,7 +145,9 @@ class Diagnosis:
         if look is not None and live.now >= self._may_look_at.get(look.kind, 0.0):
             self._may_look_at[look.kind] = live.now + LOOK_PAUSE_S
             self._begin(look)
-        elif spec.hang != "off":
+        elif spec.hang == "off":
+            self._end_hang("the job looks for no hangs any more")
+        else:
             if self._by_rule and live.log_hang is None:
                 self._look_at, self._by_rule = 0.0, False
                 self._end_hang("the log rule does not apply any more")
