@@ -87,7 +87,7 @@ class Collective(Wire):
     age_s: Annotated[float, Field(ge=0)] = 0.0
     """Seconds since the worker entered it."""
     ranks: list[RankRange] = Field(default_factory=list, max_length=4096)
-    """Global ranks of the group; empty if it has all ranks, or they are not known."""
+    """Global ranks of the group; empty if they are not known."""
 
 
 class WorkerSnapshot(Wire):

@@ -461,7 +461,7 @@ def newest_collectives(
 
     Args:
         entries: The entries of all recorders of this process.
-        members: Global ranks of the groups that do not have all ranks, by name.
+        members: Global ranks of the groups, by name.
         now_ns: Unix time in nanoseconds.
     """
     found: list[dict[str, Any]] = []
@@ -495,10 +495,10 @@ def newest_collectives(
 
 
 def _group_members() -> dict[str, list[int]]:
-    """Return the global ranks of each process group by its name, without the group of all."""
+    """Return the global ranks of each process group by its name."""
     world = dist.distributed_c10d._world
     return {
         str(world.pg_names[group]): sorted(ranks)
         for group, ranks in world.pg_group_ranks.items()
-        if group in world.pg_names and len(ranks) < dist.get_world_size()
+        if group in world.pg_names
     }

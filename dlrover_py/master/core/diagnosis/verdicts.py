@@ -358,9 +358,11 @@ def _no_progress(
             f"{_collective(group, known)}{_for(known)}; {_missing(known)}"
         )
         return HangVerdict(kind=HangKind.UNKNOWN, message=message)
+    count = len(group.waiting)
+    who = f"all {count} ranks have" if count > 1 else f"{ranks_in_words(group.waiting)} has"
     message = (
-        f"all {counted(len(group.waiting), 'rank')} have entered {_collective(group, known)}, "
-        f"and it has not ended{_for(known)}: the network, or a device"
+        f"{who} entered {_collective(group, known)}, and it has not ended{_for(known)}: the "
+        "network, or a device"
     )
     return HangVerdict(kind=HangKind.NO_PROGRESS, cause=Cause.COLLECTIVE, message=message)
 
