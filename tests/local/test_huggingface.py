@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -70,6 +71,17 @@ class Sum(Mean):
         found = super().forward(inputs, labels)
         items = len(labels) if num_items_in_batch is None else num_items_in_batch
         return {"loss": found["logits"].sum() / items, "logits": found["logits"]}
+
+
+class Routed(Sum):
+    """Its loss has a second, small part, which is a mean over the samples of a batch."""
+
+    def forward(
+        self, inputs: Any, labels: Any, num_items_in_batch: Any = None, **_: Any
+    ) -> dict[str, Any]:
+        found = super().forward(inputs, labels, num_items_in_batch)
+        balance = self.network[0](inputs).square().mean()
+        return {**found, "loss": found["loss"] + 0.001 * balance}
 
 
 class Odd(Mean):
@@ -170,6 +182,86 @@ def test_a_worker_without_a_sample_adds_nothing(tmp_path: Path) -> None:
     assert items == 2
     assert all(gradients[0] + gradients[1])
     assert not any(gradients[2] + gradients[3])
+
+
+class Tokens(Points):
+    """Each sample has labels for some of its six tokens, and one sample has none."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        inputs = super().__getitem__(index)["inputs"]
+        labels = (inputs.sum() + torch.arange(6)).sin().gt(0).long()
+        return {"inputs": inputs, "labels": labels.where(torch.arange(6) < index % 7, -100)}
+
+
+class Tagger(nn.Module):
+    """Its loss is the mean over the labels of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.network = nn.Linear(5, 12).double()
+
+    def forward(self, inputs: Any, labels: Any) -> dict[str, Any]:
+        logits = self.network(inputs).view(-1, 2)
+        return {"loss": nn.functional.cross_entropy(logits, labels.flatten()), "logits": logits}
+
+
+class CarelessTagger(Tagger):
+    """It takes the number of labels, and ignores it."""
+
+    def forward(self, inputs: Any, labels: Any, **_: Any) -> dict[str, Any]:
+        return super().forward(inputs, labels)
+
+
+@pytest.mark.parametrize("kind", [Tagger, CarelessTagger])
+def test_each_label_has_the_same_weight_whatever_its_micro_batch(
+    tmp_path: Path, kind: type[Tagger]
+) -> None:
+    found = []
+    for micro_batch in (BATCH, 5, 1):
+        with trainer(tmp_path, kind(), micro_batch) as one:
+            one.train_dataset = Tokens()
+            one.train()
+            losses = [entry["loss"] for entry in one.state.log_history if "loss" in entry]
+            found.append(losses + weights(one.model))
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+    assert found[2] == pytest.approx(found[0], rel=1e-6)
+
+
+class Shifting(Tagger):
+    """Each of its labels is that of the token before."""
+
+    loss_type = "ForCausalLM"
+
+
+class Spoken(Tagger):
+    """It has several labels for each sample, and a mean over the samples."""
+
+    config = SimpleNamespace(ctc_loss_reduction="mean")
+
+
+def test_labels_are_counted_as_the_loss_counts_them(tmp_path: Path) -> None:
+    labels = torch.tensor([[1, 2, -100], [3, -100, -100]])
+    with trainer(tmp_path, Tagger()) as one:
+        assert one.count_labels({"labels": labels}) == 3
+        assert one.count_labels({"labels": labels.double()}) is None
+        assert one.count_labels({"labels": [labels]}) is None
+        assert one.count_labels([labels]) is None
+    with trainer(tmp_path, Shifting()) as one:
+        assert one.count_labels({"labels": labels}) == 1
+        assert one.count_labels({"labels": labels, "shift_labels": labels}) == 3
+    with trainer(tmp_path, Spoken()) as one:
+        assert one.count_labels({"labels": labels}) is None
+
+
+def test_a_small_part_of_the_loss_that_is_not_divided_is_seen(tmp_path: Path) -> None:
+    found = []
+    for micro_batch in (BATCH, 5, 1):
+        with trainer(tmp_path, Routed(), micro_batch) as one:
+            one.train()
+            found.append(weights(one.model))
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+    assert found[2] == pytest.approx(found[0], rel=1e-6)
 
 
 class StopAt(TrainerCallback):

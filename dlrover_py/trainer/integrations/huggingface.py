@@ -37,7 +37,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from dlrover_py.protocol import json_text
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.trainer import Checkpointer, session
-from dlrover_py.trainer.collectives import gather
+from dlrover_py.trainer.collectives import gather, total
 from dlrover_py.trainer.data import ElasticLoader, PerWorker
 from dlrover_py.trainer.data.loader import TrainingStep
 from dlrover_py.trainer.data.shares import MicroBatch
@@ -59,6 +59,8 @@ _POSITION = "elastic_data.json"
 """File in a checkpoint of ``Trainer`` with the state of the loader."""
 _UNCOUNTED = -100
 """Label that the losses of transformers leave out."""
+_MANY = 2**20
+"""Factor of the number of labels that leaves nothing of a loss which is divided by it."""
 
 StepInputs = list[tuple[MicroBatch, Any]]
 """The micro-batches of this rank in an optimizer step, each with what the collator has made."""
@@ -130,8 +132,8 @@ class ElasticTrainer(Trainer):
         """A callback has ended the training before its last step."""
         self._drained = False
         """The training has ended because the process was asked to end."""
-        self._divides: bool | None = None
-        """Whether the loss is a sum that is divided by ``num_items_in_batch``; None: unknown."""
+        self._kind: str | None = None
+        """How the loss depends on ``num_items_in_batch``; see :func:`_dependence`."""
         self.add_callback(_StepEnd(self))
 
     @property
@@ -226,7 +228,7 @@ class ElasticTrainer(Trainer):
             model: the model, in ``DistributedDataParallel`` if there are several workers.
             inputs: the micro-batches of this worker.
             num_items_in_batch: number of labels in the step, of all workers together; None if
-                the loss is the mean over the samples.
+                they are not counted.
 
         Returns:
             The loss. Its mean over the workers is that of the whole step.
@@ -234,32 +236,77 @@ class ElasticTrainer(Trainer):
         Raises:
             ConfigError: it is not clear how the loss depends on the number of labels.
         """
-        if not self._is_sum(model, inputs[0][1], num_items_in_batch):
-            num_items_in_batch = None
+        if isinstance(num_items_in_batch, Tensor):
+            num_items_in_batch = num_items_in_batch.clamp(min=1)  # without labels the sum is 0
+        kind = self._kind_of_loss(model, inputs[0][1], num_items_in_batch)
+        weights = self._weights(kind, inputs)
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        total = torch.zeros((), device=self.args.device)
-        for part, batch in inputs:
-            if num_items_in_batch is None:
-                weight = part.weight(self._data().sampler.world)
-            else:
-                weight = float(part.samples > 0)
+        loss_of_step = torch.zeros((), device=self.args.device)
+        for (part, batch), weight in zip(inputs, weights, strict=True):
+            items = None if kind == "independent" else num_items_in_batch
+            if kind == "independent" and not weight:
+                batch = _with_labels(batch)
+            if kind == "both" and items is not None and weight:
+                items = items * weight  # the weight must not change the part that is divided
             with nullcontext() if part.last else self.accelerator.no_sync(model):
                 prepared = self._prepare_inputs(batch)
                 with self.compute_loss_context_manager():
-                    loss = self.compute_loss(model, prepared, num_items_in_batch=num_items_in_batch)
+                    loss = self.compute_loss(model, prepared, num_items_in_batch=items)
                 loss = loss * weight
                 self.accelerator.backward(loss)
-            total = total + loss.detach()
-        return total
+            loss_of_step = loss_of_step + loss.detach()
+        return loss_of_step
 
-    def _is_sum(self, model: Any, batch: Any, items: Tensor | int | None) -> bool:
-        """Return whether the loss is a sum over labels, divided by their number in the step.
+    def count_labels(self, batch: Any) -> int | None:
+        """Return over how many labels the loss of a batch is a mean; None: it is over its samples.
 
-        ``Trainer`` assumes so if the model takes further arguments, but some losses ignore the
-        number. So the loss of one batch is compared with the one for twice the number. The first
-        call with a number is collective.
+        This is asked if the loss ignores ``num_items_in_batch``. It counts as ``Trainer`` does.
+        Override it for a loss that is a mean over something else.
+
+        Args:
+            batch: what the collator has made.
+        """
+        if not isinstance(batch, Mapping):
+            return None
+        # The mean of a CTC loss is one over samples, although they have several labels each.
+        if hasattr(getattr(self.model, "config", None), "ctc_loss_reduction"):
+            return None
+        labels = batch.get("shift_labels", batch.get("labels"))
+        if not isinstance(labels, Tensor) or labels.is_floating_point():
+            return None  # only classes can be left out
+        if "shift_labels" not in batch and self._loss_shifts_labels:
+            labels = labels[..., 1:]
+        return int(labels.ne(_UNCOUNTED).sum())
+
+    def _weights(self, kind: str, inputs: StepInputs) -> list[float]:
+        """Return by what the loss of each micro-batch is multiplied. Collective.
+
+        Args:
+            kind: how the loss depends on the number of labels.
+            inputs: the micro-batches of this worker.
+        """
+        if kind == "divided":
+            return [float(part.samples > 0) for part, _ in inputs]
+        if kind == "both":  # compute_loss() has multiplied by the number of workers
+            return [part.samples / part.total for part, _ in inputs]
+        world = self._data().sampler.world
+        counts = [self.count_labels(batch) for _, batch in inputs]
+        if None in counts:
+            return [part.weight(world) for part, _ in inputs]
+        mine = [
+            float(n or 0) if p.samples else 0.0 for n, (p, _) in zip(counts, inputs, strict=True)
+        ]
+        weight_of_all = total([sum(mine)], world)[0] or math.inf  # without labels, no gradient
+        return [count * world / weight_of_all for count in mine]
+
+    def _kind_of_loss(self, model: Any, batch: Any, items: Tensor | int | None) -> str:
+        """Return how the loss depends on the number of labels; see :func:`_dependence`.
+
+        ``Trainer`` assumes that it is divided if the model takes further arguments, but some losses
+        ignore the number. So the loss of one batch is compared with those for other numbers. The
+        first call with a number is collective.
 
         Args:
             model: the model.
@@ -270,29 +317,32 @@ class ElasticTrainer(Trainer):
             ConfigError: the loss depends on the number in another way, or the workers differ.
         """
         if items is None or self.loss_is_scaled_for_ga is not None:
-            return items is not None and bool(self.loss_is_scaled_for_ga)
-        if self._divides is None:
+            return "divided" if items is not None and self.loss_is_scaled_for_ga else "independent"
+        if self._kind is None:
             model.eval()
             losses = []
-            for factor in (1, 2):
+            for factor in (1, 2, _MANY):
                 with torch.no_grad(), torch.random.fork_rng(), self.compute_loss_context_manager():
                     loss = self.compute_loss(
                         model, self._prepare_inputs(batch), num_items_in_batch=items * factor
                     )
                 losses.append(float(loss))
-            found = gather(_dependence(*losses), self._data().sampler.world)
+            kind = _dependence(*losses, rounding=torch.finfo(loss.dtype).eps)
+            found = gather(kind, self._data().sampler.world)
             kinds = {one for one in found if one is not None}
+            if not kinds:  # no worker has a label: there is no gradient
+                return "independent"
+            if "both" in kinds:  # a worker may have only labels, or none, in its batch
+                kinds -= {"divided", "independent"}
             if len(kinds) > 1 or "other" in kinds:
                 raise ConfigError(
                     "huggingface: the loss is neither independent of num_items_in_batch nor "
                     f"divided by it: it is {losses[0]:.6g}, and {losses[1]:.6g} for twice the "
                     "number: set trainer.loss_is_scaled_for_ga to True if it is divided by the "
-                    "number, or to False if it is the mean over the samples of a batch"
+                    "number, or to False if it is the mean over the labels of a batch"
                 )
-            if not kinds:  # no worker has a label: the loss is 0 either way
-                return True
-            self._divides = "divided" in kinds
-        return self._divides
+            self._kind = kinds.pop()
+        return self._kind
 
     def _end_step(self) -> None:
         """Commit the step whose optimizer has just made its step."""
@@ -714,16 +764,38 @@ def _without_labels(batch: Any) -> Any:
     }
 
 
-def _dependence(loss: float, for_twice: float) -> str | None:
+def _with_labels(batch: Any) -> Any:
+    """Return a batch of weight 0 with a loss that is a number: a mean over no labels is none."""
+    if not isinstance(batch, Mapping):
+        return batch
+    return {
+        name: torch.zeros_like(value)
+        if name in ("labels", "shift_labels")
+        and isinstance(value, Tensor)
+        and not value.is_floating_point()
+        else value
+        for name, value in batch.items()
+    }
+
+
+def _dependence(loss: float, for_twice: float, for_many: float, *, rounding: float) -> str | None:
     """Return how a loss depends on the number of labels; None if it does not show.
 
     Args:
         loss: the loss for the number.
         for_twice: the loss for twice the number.
+        for_many: the loss for ``_MANY`` times the number.
+        rounding: relative error of a loss.
+
+    Returns:
+        "independent", "divided" by the number, or "other". It is "both" if the loss has a part of
+        each kind, such as that of the experts' router beside the one of the labels.
     """
     if not loss or loss != loss:
         return None
-    ratio = for_twice / loss
-    if abs(ratio - 0.5) < 0.01:
-        return "divided"
-    return "independent" if abs(ratio - 1) < 0.01 else "other"
+    if abs(for_many / loss - 1) < max(1e-4, 4 * rounding):
+        return "independent"
+    if abs(for_twice - (loss + for_many) / 2) > 0.01 * abs(loss):
+        return "other"
+    # A smaller part of the other kind than this is not seen.
+    return "divided" if abs(for_many) < abs(loss) * 4 / _MANY else "both"
