@@ -33,8 +33,12 @@ class Training:
         loader = ElasticLoader(dataset, global_batch=BATCH, micro_batch=micro_batch)
         self.accelerator = ElasticAccelerator(cpu=True)
         self.model, self.optimizer, self.schedule, self.loader = self.accelerator.prepare(
-            model, optimizer, schedule, loader
+            model, optimizer, schedule, self.prepared(loader)
         )
+
+    def prepared(self, loader: ElasticLoader) -> ElasticLoader:
+        """Return the loader, as the training needs it."""
+        return loader
 
     def compute(self, batch: Any) -> None:
         """Compute a micro-batch."""
@@ -58,9 +62,9 @@ class Training:
 
 
 @contextmanager
-def training(micro_batch: int | None = None) -> Iterator[Training]:
+def training(micro_batch: int | None = None, kind: type[Training] = Training) -> Iterator[Training]:
     """Provide a training, and release its memory."""
-    found = Training(micro_batch)
+    found = kind(micro_batch)
     try:
         yield found
     finally:
@@ -86,6 +90,115 @@ def test_micro_batches_and_a_schedule_do_not_change_the_steps() -> None:
             found.append(one.train(2))
             assert one.loader.steps_per_epoch == 5
             assert one.schedule.scheduler.last_epoch == one.loader.steps == 10
+    assert found[1] == pytest.approx(found[0], rel=1e-12)
+    assert found[2] == pytest.approx(found[0], rel=1e-12)
+
+
+class ZeroesFirst(Training):
+    """Its gradients are removed before a micro-batch is computed."""
+
+    def compute(self, batch: Any) -> None:
+        inputs, targets = batch
+        with self.accelerator.accumulate(self.model):
+            self.optimizer.zero_grad()
+            self.accelerator.backward(mse_loss(self.model(inputs), targets))
+            self.optimizer.step()
+            self.schedule.step()
+
+
+class ZeroesOutside(Training):
+    """Its gradients are removed before the block."""
+
+    def compute(self, batch: Any) -> None:
+        inputs, targets = batch
+        self.optimizer.zero_grad()
+        with self.accelerator.accumulate(self.model):
+            self.accelerator.backward(mse_loss(self.model(inputs), targets))
+            self.optimizer.step()
+            self.schedule.step()
+
+
+class ZeroesModel(ZeroesOutside):
+    """It removes gradients without the optimizer."""
+
+    def compute(self, batch: Any) -> None:
+        self.model.zero_grad()
+        super().compute(batch)
+
+
+@pytest.mark.parametrize("kind", [ZeroesFirst, ZeroesOutside])
+@pytest.mark.parametrize("micro_batch", [None, 5, 1])
+def test_gradients_may_be_removed_before_they_are_computed(
+    kind: type[Training], micro_batch: int | None
+) -> None:
+    with training() as one:
+        expected = one.train(2)
+    with training(micro_batch, kind) as one:
+        assert one.train(2) == pytest.approx(expected, rel=1e-12)
+
+
+def test_gradients_that_are_removed_from_a_model_are_missed() -> None:
+    with (
+        training(5, ZeroesModel) as one,
+        pytest.raises(ConfigError, match=r"expected optimizer\.zero_grad"),
+    ):
+        one.train(1)
+
+
+class Clips(Training):
+    """It clips gradients in each block."""
+
+    by_norm = True
+
+    def compute(self, batch: Any) -> None:
+        inputs, targets = batch
+        with self.accelerator.accumulate(self.model):
+            self.accelerator.backward(mse_loss(self.model(inputs), targets))
+            if self.by_norm:
+                norm = self.accelerator.clip_grad_norm_(self.model.parameters(), 0.1)
+                assert (norm.item() > 0) == self.accelerator.sync_gradients
+            else:
+                self.accelerator.clip_grad_value_(self.model.parameters(), 0.01)
+            self.optimizer.step()
+            self.schedule.step()
+            self.optimizer.zero_grad()
+
+
+class ClipsValues(Clips):
+    by_norm = False
+
+
+@pytest.mark.parametrize("kind", [Clips, ClipsValues])
+def test_the_gradient_of_the_whole_step_is_clipped(kind: type[Training]) -> None:
+    with training(None, kind) as one:
+        expected = one.train(2)
+    with training(5, kind) as one:
+        assert one.train(2) == pytest.approx(expected, rel=1e-12)
+
+
+class Weighs(Training):
+    """Its loss is a mean over tokens: a sample has as many as its first feature says."""
+
+    def prepared(self, loader: ElasticLoader) -> ElasticLoader:
+        loader.weigh_by(lambda batch: batch[0][:, 0].abs().sum())
+        return loader
+
+    def compute(self, batch: Any) -> None:
+        inputs, targets = batch
+        with self.accelerator.accumulate(self.model):
+            errors = (self.model(inputs) - targets) ** 2
+            loss = (errors[:, 0] * inputs[:, 0].abs()).sum()
+            self.accelerator.backward(loss, reduction="sum")
+            self.optimizer.step()
+            self.schedule.step()
+            self.optimizer.zero_grad()
+
+
+def test_the_mean_is_one_over_what_the_loader_weighs_by() -> None:
+    found = []
+    for micro_batch in (None, 5, 1):
+        with training(micro_batch, Weighs) as one:
+            found.append(one.train(2))
     assert found[1] == pytest.approx(found[0], rel=1e-12)
     assert found[2] == pytest.approx(found[0], rel=1e-12)
 

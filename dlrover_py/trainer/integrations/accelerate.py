@@ -23,9 +23,12 @@ Each optimizer step has the same samples for any number of workers. It is saved 
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
+import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, send_to_device
 
 from dlrover_py.protocol.errors import ConfigError
@@ -81,9 +84,13 @@ class ElasticAccelerator(Accelerator):
         """What is saved. It has torch's objects, not Accelerate's wrappers."""
         self._batches: ElasticBatches | None = None
         self._restored = False
-        self._stepped = False
-        """An optimizer has made its step in the present ``accumulate`` block."""
+        self._stepped: set[int] = set()
+        """Which optimizers have made their step in the present ``accumulate`` block, by ``id``."""
         self._accumulating = False
+        self._begun: TrainingStep | None = None
+        """The last step of which a micro-batch was computed."""
+        self._gradient: Any = None
+        """A parameter that has a gradient of earlier micro-batches of the step."""
         self._rates: list[Any] = []
         """The positions of the schedulers when the last step was saved."""
         self._total: int | None = None
@@ -133,6 +140,7 @@ class ElasticAccelerator(Accelerator):
         prepared = super().prepare_optimizer(optimizer, *args, **options)
         if self._add("optimizer", prepared.optimizer):
             prepared.optimizer.register_step_post_hook(self._note_step)
+            prepared.zero_grad = partial(self._zero_grad, prepared)
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
@@ -257,7 +265,13 @@ class ElasticAccelerator(Accelerator):
                 "scheduler.step() in the block, since the step is saved at its end"
             )
         self.sync_gradients = last
-        self._stepped, self._accumulating = False, True
+        self._stepped.clear()
+        if step is not self._begun:
+            # A script may have its zero_grad() before backward(), where the step is not complete.
+            for optimizer in self._optimizers:
+                optimizer.optimizer.zero_grad()
+            self._begun, self._gradient = step, None
+        self._accumulating = True
         try:
             with ExitStack() as contexts:
                 if not last:
@@ -268,6 +282,8 @@ class ElasticAccelerator(Accelerator):
             self._accumulating = False
         if last:
             self._finish(step)
+        elif self._gradient is None:
+            self._gradient = next((p for p in self._parameters() if p.grad is not None), None)
 
     def backward(self, loss: Any, *, reduction: str = "mean", **options: Any) -> None:
         """Compute the gradients of a loss, weighted by the samples of the micro-batch.
@@ -278,7 +294,8 @@ class ElasticAccelerator(Accelerator):
             options: arguments of ``Accelerator.backward``.
 
         Raises:
-            ConfigError: the call is not in an ``accumulate`` block, or the reduction is unknown.
+            ConfigError: the call is not in an ``accumulate`` block; the reduction is unknown; or
+                the gradients of earlier micro-batches are gone.
         """
         if not self._accumulating:
             raise ConfigError(
@@ -286,7 +303,37 @@ class ElasticAccelerator(Accelerator):
                 "`with accelerator.accumulate(model):`"
             )
         step = self._present_step("backward()")
+        if self._gradient is not None and self._gradient.grad is None:
+            raise ConfigError(
+                "accelerate: the gradients of the micro-batches before are gone: expected "
+                "optimizer.zero_grad() of a prepared optimizer, and no model.zero_grad()"
+            )
         super().backward(step.weigh(loss, reduction=reduction), **options)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: Any, norm_type: Any = 2) -> Any:
+        """Clip the gradient of the step by its norm, in the last micro-batch. Else do nothing.
+
+        Args:
+            parameters: the parameters with the gradient.
+            max_norm: greatest norm.
+            norm_type: kind of the norm.
+
+        Returns:
+            The norm before; 0 before the last micro-batch, where there is no gradient of the step.
+        """
+        if not self.sync_gradients:
+            return torch.zeros((), device=self.device)
+        return super().clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: Any) -> None:
+        """Clip the values of the step's gradient, in the last micro-batch. Else do nothing.
+
+        Args:
+            parameters: the parameters with the gradient.
+            clip_value: greatest absolute value.
+        """
+        if self.sync_gradients:
+            super().clip_grad_value_(parameters, clip_value)
 
     def end_training(self) -> None:
         """Send the last step to storage, close the checkpointer, and end Accelerate's trackers.
@@ -317,14 +364,32 @@ class ElasticAccelerator(Accelerator):
         """Return what is saved."""
         return self._state if self.scaler is None else {**self._state, "scaler": self.scaler}
 
+    def _parameters(self) -> Iterator[Any]:
+        """Yield the parameters of all optimizers."""
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                yield from group["params"]
+
     def _positions(self) -> list[Any]:
         """Return the positions of all schedulers."""
         schedulers = (v for k, v in self._state.items() if k.split(".")[0] == "scheduler")
         return [getattr(one, "last_epoch", None) for one in schedulers]
 
-    def _note_step(self, *_: Any) -> None:
+    def _note_step(self, optimizer: Any, *_: Any) -> None:
         """Note that an optimizer has made its step; torch calls this."""
-        self._stepped = True
+        self._stepped.add(id(optimizer))
+
+    def _zero_grad(self, prepared: AcceleratedOptimizer, *args: Any, **options: Any) -> None:
+        """Remove the gradients of a prepared optimizer, but not before it has used them.
+
+        Args:
+            prepared: the optimizer.
+            args: arguments of its ``zero_grad``.
+            options: the same.
+        """
+        is_in_use = self._gradient is not None and id(prepared.optimizer) not in self._stepped
+        if not (self._accumulating and is_in_use):
+            AcceleratedOptimizer.zero_grad(prepared, *args, **options)
 
     def _finish(self, step: TrainingStep) -> None:
         """Commit a step and save it.
