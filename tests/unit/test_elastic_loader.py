@@ -285,8 +285,10 @@ def test_the_state_of_another_dataset_is_refused() -> None:
     with pytest.raises(ConfigError, match="fingerprint=numbers 2: it is another dataset"):
         ElasticLoader(Others(range(10)), global_batch=2).load_state_dict(state)
     unknown = ElasticLoader(list(range(10)), global_batch=2)
-    unknown.load_state_dict(state)
     ElasticLoader(Others(range(10)), global_batch=2).load_state_dict(unknown.state_dict())
+    unknown.load_state_dict(state)
+    with pytest.raises(ConfigError, match="fingerprint=numbers 2: it is another dataset"):
+        ElasticLoader(Others(range(10)), global_batch=2).load_state_dict(unknown.state_dict())
     with pytest.raises(ConfigError, match="expected the state of an ElasticSampler, found None"):
         ElasticLoader([1], global_batch=2).load_state_dict(None)  # type: ignore[arg-type]
 

@@ -270,9 +270,32 @@ def test_a_fingerprint_may_become_known_or_unknown_but_not_another(tmp_path: Pat
     with pytest.raises(ConfigError, match="fingerprint=v1, and this run has fingerprint=v2"):
         continued("v2")
     assert verify(tmp_path).exact
-    state = {**continued("").train(1), "fingerprint": ""}
-    continued("v2").train(1)  # in between it was unknown, so only the ledger tells them apart
-    assert "segment 6: it has another dataset" in verify(tmp_path).faults[0]
+
+
+def test_a_fingerprint_that_was_unknown_for_a_while_is_not_forgotten(tmp_path: Path) -> None:
+    """Neither by the checkpoint of a run without it, nor by a ledger beside lost checkpoints."""
+    folder = tmp_path / "a"
+
+    def continued(fingerprint: str, where: Path = folder) -> World:
+        world = World(1, where)
+        world.loaders[0].sampler.fingerprint = fingerprint
+        return world.load(state)
+
+    state = World(1, folder).train(1)
+    state = continued("v1").train(1)
+    state = continued("").train(1)
+    assert state["fingerprint"] == "v1"
+    state["fingerprint"] = ""
+    state = continued("").train(1)
+    assert state["fingerprint"] == ""
+    with pytest.raises(ConfigError, match="with fingerprint=v1, and this loader has fingerprint=v"):
+        continued("v2").train(1)
+    assert verify(folder).exact
+    continued("v2", tmp_path / "b").train(1)  # it passes the check of the loader by
+    (path,) = (tmp_path / "b").iterdir()
+    content = path.read_bytes().replace(b'"segment":1,', b'"segment":5,')
+    (folder / file_name(5, 0)).write_bytes(content)
+    assert "segment 5: it has another dataset" in verify(folder).faults[0]
 
 
 def test_a_ledger_has_one_loader(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import logging
 import os
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -73,10 +74,10 @@ class LedgerWriter:
                     f"the ledger in {self._folder} is that of a ShardLoader: expected a folder of "
                     "its own for each loader"
                 )
-            newest = max(filter(None, map(parse_name, names)), default=(0, 0))
-            if fault := self._foreign(newest, sampler):
+            files = sorted(filter(None, map(parse_name, names)), reverse=True)
+            if fault := self._foreign(files, sampler):
                 return self._refuse(f"the ledger in {self._folder} {fault}")
-            segment = newest[0] + 1
+            segment = files[0][0] + 1 if files else 1
             if segment > LAST_SEGMENT:
                 last = file_name(LAST_SEGMENT, 0)
                 raise FileExistsError(f"{last} has the last number: expected no such file")
@@ -91,29 +92,28 @@ class LedgerWriter:
         log.error("data: %s", fault)
         return 0
 
-    def _foreign(self, newest: tuple[int, int], sampler: ElasticSampler) -> str:
+    def _foreign(self, files: list[tuple[int, int]], sampler: ElasticSampler) -> str:
         """Return why the folder belongs to another loader or other data; "" if it does not.
 
         Args:
-            newest: segment and rank of the newest file in the folder; 0 and 0 if there is none.
+            files: segment and rank of each file in the folder, the newest first.
             sampler: the sampler of this loader.
 
         Raises:
             OSError: the newest file cannot be read.
         """
-        if self._segment and newest[0] != self._segment:
+        if self._segment and (not files or files[0][0] != self._segment):
             return "is written by another loader, too: give each loader a folder of its own"
-        if not newest[0]:
+        if not files:
             return ""
-        path = self._folder / file_name(*newest)
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            line = file.readline(LONGEST_HEADER)
         try:
-            before = LedgerHeader.decode(line)
+            before = self._header(*files[0])
         except NewerFormatError as error:
-            return f"has {path.name}: {error}"
+            return f"has {file_name(*files[0])}: {error}"
         except ValueError:
             return ""  # it is damaged: what it says is not known
+        if sampler.fingerprint and not before.fingerprint:
+            before = replace(before, fingerprint=self._known_fingerprint(files))
         for name in _IDENTITY:
             found, own = getattr(before, name), getattr(sampler, name)
             is_unknown = name == "fingerprint" and "" in (found, own)
@@ -122,6 +122,37 @@ class LedgerWriter:
                     f"is that of a training with {name}={found}, and this loader has {name}={own}: "
                     "expected a folder of its own for each training and each loader"
                 )
+        return ""
+
+    def _header(self, segment: int, rank: int) -> LedgerHeader:
+        """Return the first line of a file.
+
+        Args:
+            segment: the segment of the file.
+            rank: the rank that has written it.
+
+        Raises:
+            NewerFormatError: a newer version has written it.
+            OSError: the file cannot be read.
+            ValueError: it is damaged.
+        """
+        path = self._folder / file_name(segment, rank)
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            return LedgerHeader.decode(file.readline(LONGEST_HEADER))
+
+    def _known_fingerprint(self, files: list[tuple[int, int]]) -> str:
+        """Return the newest fingerprint that is known; "" if none is.
+
+        Args:
+            files: segment and rank of each file in the folder, the newest first.
+        """
+        for place in dict(files).items():  # one file of each segment says it
+            try:
+                header = self._header(*place)
+            except (OSError, ValueError):
+                continue  # what it says is not known
+            if header.fingerprint:
+                return header.fingerprint
         return ""
 
     def begin(self, segment: int, sampler: ElasticSampler) -> None:

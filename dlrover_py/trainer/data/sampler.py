@@ -164,6 +164,8 @@ class ElasticSampler:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the position of a state. ``global_batch`` may be another one.
 
+        A fingerprint of the state is kept if this run has none, for the next checkpoint.
+
         Raises:
             ConfigError: the state has another form, or belongs to another order. Nothing changes.
         """
@@ -195,6 +197,7 @@ class ElasticSampler:
                 f"samples, {self.length}"
             )
         self.epoch, self.offset, self.steps = epoch, offset, steps
+        self.fingerprint = self.fingerprint or state["fingerprint"]
 
     # --- The samples ---
 
