@@ -1,10 +1,12 @@
 """Data loaders with processes."""
 
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from dlrover_py.trainer.data import ElasticLoader
 
@@ -30,3 +32,43 @@ def test_calls_of_torch_in_a_dataset_go_through_no_python(workers: int) -> None:
         (batch,) = step
         step.commit()
     assert batch.tolist() == [0, 0, 0, 0]
+
+
+class Numbers(Dataset[int]):
+    """Its samples need what ``open_numbers`` sets."""
+
+    offset: int
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return index + self.offset
+
+
+def open_numbers(_: int) -> None:
+    info: Any = get_worker_info()
+    info.dataset.wrong = info.dataset.offset = 10
+    del info.dataset.wrong
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("seed_samples", [False, True])
+def test_a_process_of_the_loader_sets_attributes_of_the_dataset(
+    tmp_path: Path, start: str, seed_samples: bool
+) -> None:
+    """As with a DataLoader of torch, although the dataset is wrapped."""
+    loader = ElasticLoader(
+        Numbers(),
+        global_batch=4,
+        shuffle=False,
+        num_workers=1,
+        worker_init_fn=open_numbers,
+        multiprocessing_context=start,
+        seed_samples=seed_samples,
+        ledger=tmp_path,
+    )
+    for step in loader:
+        (batch,) = step
+        step.commit()
+    assert batch.tolist() == [10, 11, 12, 13]

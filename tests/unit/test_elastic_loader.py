@@ -1,5 +1,6 @@
 """Steps of a loader: the gradient is the mean over the samples of the step, for each world."""
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from torch.utils.data import IterableDataset, TensorDataset
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.trainer.data import ElasticLoader, ElasticSampler
 from dlrover_py.trainer.data.agreement import difference
+from dlrover_py.trainer.data.ledger import DigestedDataset
+from dlrover_py.trainer.data.seeds import SeededDataset
 from dlrover_py.trainer.data.shard_sources import MapSource
 from dlrover_py.trainer.data.verify import verify
 
@@ -248,6 +251,18 @@ def test_seeded_samples_have_random_numbers_of_their_own() -> None:
     assert epoch(3, micro_batch=2) == alone
     assert epoch(1, seed=1) != alone
     assert len({tuple(row) for rows in alone.values() for row in rows}) == N
+
+
+def test_a_wrapped_dataset_can_be_copied() -> None:
+    class Named(TensorDataset):
+        name = "first"
+
+    wrapped = DigestedDataset(SeededDataset(Named(*dataset().tensors), 7))
+    copied = copy.copy(copy.deepcopy(wrapped))
+    copied.name = "second"
+    assert (wrapped.name, copied.name, len(copied)) == ("first", "second", N)
+    del copied.name
+    assert copied.name == "first"
 
 
 class Stream(IterableDataset[int]):

@@ -33,6 +33,7 @@ from dlrover_py.protocol.documents import NewerFormatError
 from dlrover_py.trainer.data.ledger_file import LedgerFile, folder_of
 from dlrover_py.trainer.data.order import hash_samples
 from dlrover_py.trainer.data.sampler import ElasticSampler
+from dlrover_py.trainer.data.wrapped import WrappedDataset
 
 log = logging.getLogger(__name__)
 
@@ -214,21 +215,8 @@ class DigestedBatch(NamedTuple):
     """What ``collate_fn`` has made of its items."""
 
 
-class DigestedDataset:
+class DigestedDataset(WrappedDataset):
     """A map-style dataset that yields the numbers of the samples beside the items."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        return len(self._dataset)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the dataset; a ``worker_init_fn`` may look for it."""
-        if name.startswith("__"):  # while a copy is made, there is no dataset yet
-            raise AttributeError(name)
-        return getattr(self.__dict__["_dataset"], name)
 
     def __getitems__(self, keys: Sequence[Any]) -> tuple[list[int], Sequence[Any]]:
         """Return the samples of a micro-batch, and their items.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dlrover_py.trainer.data.sampler import ElasticSampler
+from dlrover_py.trainer.data.wrapped import WrappedDataset
 
 
 class SeededSampler:
@@ -28,12 +29,14 @@ class SeededSampler:
             yield [(epoch, sample) for sample in samples]
 
 
-class SeededDataset:
+class SeededDataset(WrappedDataset):
     """A map-style dataset whose items are read with random generators of their own.
 
     The generators of the process are put back after each item, so those of a script that reads
     without workers do not change.
     """
+
+    _own = WrappedDataset._own | {"_seed"}
 
     def __init__(self, dataset: Any, seed: int) -> None:
         """Wrap a dataset.
@@ -42,18 +45,8 @@ class SeededDataset:
             dataset: a map-style dataset.
             seed: the seed of the training.
         """
-        self._dataset = dataset
+        super().__init__(dataset)
         self._seed = seed
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        return len(self._dataset)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the dataset; a ``worker_init_fn`` may look for it."""
-        if name.startswith("__"):  # while a copy is made, there is no dataset yet
-            raise AttributeError(name)
-        return getattr(self.__dict__["_dataset"], name)
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
         """Return a sample of the dataset, given its epoch and its number."""
