@@ -246,6 +246,36 @@ def test_a_step_that_a_scaler_skips_is_not_measured(measures: bool) -> None:
     assert found[0][1] == pytest.approx(found[1][1])
 
 
+@pytest.mark.parametrize("rule", ["linear", "adascale"])
+def test_the_samples_of_a_step_that_a_scaler_skips_count(rule: Rule) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=10**6)
+    training = Training(2, rule=rule, loss_scale=scaler.get_scale)
+    found = []
+    for number, step in enumerate(training.loader):
+        for inputs, targets in step:
+            loss = nn.functional.mse_loss(training.model(inputs), targets)
+            scaler.scale(step.weigh(loss * (math.inf if number in (1, 2) else 1.0))).backward()
+        scaler.step(training.optimizer)
+        scaler.update()
+        training.optimizer.zero_grad()
+        step.commit()
+        found.append(training.scaling.state_dict()["progress"])
+        training.scaling.follow(training.schedule)
+        found.append(training.scaling.progress)
+    assert len(training.seen) == N // 8 - 2
+    assert found == [number for number in range(1, N // 8 + 1) for _ in range(2)]
+    assert training.schedule.last_epoch == N // 8
+
+
+def test_a_loader_may_not_change_what_adascale_compares() -> None:
+    weighed, divided = Training(1, rule="adascale"), Training(1, rule="adascale")
+    weighed.loader.weigh_by(len)
+    divided.loader.divide_among((0, 1))
+    for training in (weighed, divided):
+        with pytest.raises(ConfigError, match=r"a loader with divide_among\(\) or weigh_by"):
+            training.steps(1)
+
+
 def test_measurements_that_are_not_finite_are_dropped() -> None:
     """Also those that a checkpoint has from before."""
     assert Noise().measured(parts=2, samples=8, small=math.inf, large=1.0) == Noise()

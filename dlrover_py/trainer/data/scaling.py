@@ -171,15 +171,21 @@ class BatchScaling:
         self._originals: list[dict[str, Any]] = []
         """Per parameter group, the values that are scaled during ``optimizer.step()``."""
         self._squares = _Squares(loader, loss_scale) if rule == "adascale" else None
+        self._counted: Callable[[], TrainingStep | None] = lambda: None
+        """Returns the last step that is in the progress; None if there is none any more."""
         if self._squares is not None:
-            if loader.is_shared or loader.weight is not None:
-                raise ConfigError(
-                    'data: rule="adascale" and a loader with divide_among() or weigh_by(): '
-                    'expected neither; choose "linear" or "sqrt"'
-                )
+            self._check_loader()
             self._squares.watch(optimizer)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
+
+    def _check_loader(self) -> None:
+        """Raise ConfigError if the gradients of micro-batches cannot be compared."""
+        if self._loader.is_shared or self._loader.weight is not None:
+            raise ConfigError(
+                'data: rule="adascale" and a loader with divide_among() or weigh_by(): '
+                'expected neither; choose "linear" or "sqrt"'
+            )
 
     @property
     def factor(self) -> float:
@@ -195,7 +201,7 @@ class BatchScaling:
         """Advance a schedule to the present progress. Call this instead of ``schedule.step()``.
 
         The schedule is written for steps of ``base_batch``. It may take several steps at once, or
-        none.
+        none. After the commit, a step that a GradScaler has skipped counts, too.
 
         Args:
             schedule: counts its steps in ``last_epoch``, as most schedules of torch do.
@@ -210,6 +216,7 @@ class BatchScaling:
                 "ChainedScheduler by a LambdaLR with the product of the factors, or by a "
                 "SequentialLR"
             )
+        self._count_skipped()
         while schedule.last_epoch < int(self.progress + 1e-6):
             schedule.step()
 
@@ -223,6 +230,7 @@ class BatchScaling:
 
     def state_dict(self) -> dict[str, float | int]:
         """Return the progress, the warm-up and the measurements. They are alike on all ranks."""
+        self._count_skipped()
         return asdict(self._state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -242,7 +250,12 @@ class BatchScaling:
         self._state = found
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Put the scaled values into the optimizer."""
+        """Put the scaled values into the optimizer.
+
+        Raises:
+            ConfigError: the rule is ``"adascale"``, and the loader now uses ``divide_among`` or
+                ``weigh_by``.
+        """
         step = self._loader.current
         if step is None:  # torch makes the state of a new optimizer by a step without gradients
             return
@@ -258,6 +271,7 @@ class BatchScaling:
                 target = 1.0
             case "adascale":
                 assert self._squares is not None
+                self._check_loader()  # the script may have called them since
                 self._squares.close(optimizer)
                 noise = self._squares.add_to(
                     Noise(now.variance, now.signal, now.weight), step.samples
@@ -274,10 +288,23 @@ class BatchScaling:
         else:
             factor = target
         self._state = replace(now, factor=factor, warmed=warmed, progress=now.progress + worth)
+        self._counted = weakref.ref(step)
         for group in optimizer.param_groups:
             values = scaled(group, self._rule, factor)
             self._originals.append({name: group[name] for name in values})
             group.update(values)
+
+    def _count_skipped(self) -> None:
+        """Count the samples of a step that is committed, although the optimizer made none."""
+        step, now = self._loader.current, self._state
+        if step is None or not step.committed or self._counted() is step:
+            return
+        worth = step.samples / self._base
+        if self._rule == "adascale":
+            noise = Noise(now.variance, now.signal, now.weight)
+            worth = noise.gain(self._base, self._loader.sampler.global_batch)
+        self._state = replace(now, progress=now.progress + worth)
+        self._counted = weakref.ref(step)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Put the script's values back."""
