@@ -17,7 +17,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import deepspeed
 
 from dlrover_py.protocol.errors import ConfigError
-from dlrover_py.trainer.data import ElasticLoader
+from dlrover_py.trainer.data import ElasticLoader, PerWorker
 from dlrover_py.trainer.integrations.deepspeed import ElasticEngine, prepare_config
 
 pytestmark = [
@@ -195,6 +195,12 @@ def test_a_step_with_micro_batches_left_is_refused(alone: None) -> None:
         with pytest.raises(ConfigError, match="of each of them"):  # computed, but not gone back
             elastic.step(step)
         break
+
+
+def test_a_batch_that_is_resized_with_the_world_is_refused() -> None:
+    loader = ElasticLoader(Numbers(), global_batch=PerWorker(4))
+    with pytest.raises(ConfigError, match="expected a number of samples, since BatchScaling"):
+        ElasticEngine(loader, config=config())
 
 
 def test_a_loader_for_a_part_of_the_ranks_is_refused() -> None:

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.trainer.checkpointer import Checkpointer
-from dlrover_py.trainer.data import ElasticLoader, PerWorker
+from dlrover_py.trainer.data import BatchScaling, ElasticLoader, PerWorker
 from dlrover_py.trainer.integrations.lightning import ElasticStrategy
 from dlrover_py.trainer.settings import Settings
 
@@ -233,6 +233,30 @@ def test_the_weights_are_those_of_a_plain_loop_over_whole_batches(fit: Fit) -> N
     assert weights(trained) == pytest.approx(weights(plain), rel=1e-12, abs=1e-13)
 
 
+class Weighed(Regression):
+    """Its loss is a mean over tokens: a sample has as many as its first feature says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].p = 0.0
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        _, inputs, targets = batch
+        counts = inputs[:, :1].abs()
+        return ((self.layers(inputs) - targets) ** 2 * counts).sum() / counts.sum()
+
+
+def test_the_mean_is_one_over_what_the_loader_weighs_by(fit: Fit) -> None:
+    found = []
+    for micro_batch in (None, 2):
+        loader = ElasticLoader(Data(), global_batch=BATCH, micro_batch=micro_batch)
+        loader.weigh_by(lambda batch: batch[1][:, 0].abs().sum())
+        module = Weighed()
+        fit(module=module, data=loader, job=str(micro_batch), callbacks=[])
+        found.append(weights(module))
+    assert found[1] == pytest.approx(found[0], rel=1e-12)
+
+
 def test_a_finished_training_is_not_trained_again_but_goes_on_with_more_epochs(fit: Fit) -> None:
     """So it does if its steps are limited, in the middle of an epoch or at its end."""
     history = History()
@@ -263,7 +287,7 @@ def test_another_global_batch_in_the_middle_of_an_epoch(fit: Fit) -> None:
     with pytest.raises(KilledError):
         fit(history)
     history.stop = lambda *_: False
-    fit(history, data=ElasticLoader(Data(), global_batch=PerWorker(2), seed=1))
+    fit(history, data=ElasticLoader(Data(), global_batch=2, seed=1))
     trained: dict[int, list[int]] = {}
     for (what, *_), value in history.found.items():
         if what == "end":
@@ -271,6 +295,45 @@ def test_another_global_batch_in_the_middle_of_an_epoch(fit: Fit) -> None:
     assert [sorted(samples) for samples in trained.values()] == [list(range(SAMPLES))] * EPOCHS
     validated = [step for what, step, *_ in history.found if what == "validated"]
     assert validated == [3 + 4, 3 + 4 + 12]
+
+
+class Scaled(Regression):
+    """Its schedule counts samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loader = ElasticLoader(Data(), global_batch=PerWorker(2), seed=1)
+
+    def configure_optimizers(self) -> Any:
+        optimizers, schedules = super().configure_optimizers()
+        self.scaling = BatchScaling(optimizers[0], self.loader, base_batch=BATCH)
+        return optimizers, schedules
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        self.scaling.follow(scheduler)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["scaling"] = self.scaling.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        self.scaling.load_state_dict(checkpoint["scaling"])
+
+
+def test_a_schedule_follows_a_batch_per_worker(fit: Fit) -> None:
+    history, module = History(), Scaled()
+    trained = fit(history, module=module, data=module.loader, job="whole")
+    assert module.scaling.factor == 2 / BATCH
+    assert module.scaling.progress == pytest.approx(EPOCHS * SAMPLES / BATCH)
+    rates = [value[2] for (what, *_), value in history.found.items() if what == "end"]
+    assert rates[-1] == pytest.approx(0.1 * 0.9 ** (EPOCHS * SAMPLES // BATCH // 2))
+    again, module = History(lambda what, step: (what, step) == ("begin", 7)), Scaled()
+    with pytest.raises(KilledError):
+        fit(again, module=module, data=module.loader)
+    again.stop, module = (lambda *_: False), Scaled()
+    assert weights(fit(again, module=module, data=module.loader)) == weights(trained)
+    assert again.found == history.found
 
 
 def test_checkpoints_of_lightning_go_on_working(fit: Fit, tmp_path: Path) -> None:
@@ -369,6 +432,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "several": (
         {"data": [ElasticLoader(Data(), global_batch=5), ElasticLoader(Data(), global_batch=5)]},
         "several loaders",
+    ),
+    "per worker": (
+        {"data": ElasticLoader(Data(), global_batch=PerWorker(5))},
+        "expected that lr_scheduler_step",
     ),
     "LBFGS": ({"module": lambda: Optimizes(torch.optim.LBFGS)}, "returned LBFGS"),
     "plateau": ({"module": lambda: Optimizes(plateau)}, "ReduceLROnPlateau"),

@@ -125,6 +125,11 @@ class ElasticSampler:
             batch = self.world * _counted("PerWorker", batch.samples, least=1)
         self.global_batch = _counted("global_batch", batch, least=1)
 
+    @property
+    def is_per_worker(self) -> bool:
+        """Whether the global batch is resized together with the world."""
+        return isinstance(self._batch, PerWorker)
+
     # --- The position ---
 
     @property

@@ -110,6 +110,11 @@ class ElasticEngine:
                 "deepspeed: the loader uses divide_among(): expected that it does not, since "
                 "DeepSpeed averages gradients over all ranks"
             )
+        if sampler.is_per_worker:
+            raise ConfigError(
+                "deepspeed: found global_batch=PerWorker(…): expected a number of samples, since "
+                "BatchScaling cannot scale the learning rate of DeepSpeed's optimizer"
+            )
         if isinstance(options.get("model"), deepspeed.PipelineModule):
             raise ConfigError(
                 "deepspeed: the model is a PipelineModule: expected a plain module, since pipeline "

@@ -161,8 +161,9 @@ class ElasticStrategy(DDPStrategy):
         """Return a loader in the form that Lightning gets.
 
         Raises:
-            ConfigError: the training has no ``ElasticLoader``, or more than one; or the position in
-                the checkpoint belongs to another one.
+            ConfigError: the training has no ``ElasticLoader``, or more than one; its batch is
+                resized with the world, and a schedule counts steps; or the position in the
+                checkpoint belongs to another one.
         """
         run = self._run
         if run is None or not run.trainer.training:
@@ -331,7 +332,11 @@ class _Run:
     # --- Data ---
 
     def feed(self, dataloader: object) -> "_Feed":
-        """Return a loader in the form that Lightning gets, at the position of the checkpoint."""
+        """Return a loader in the form that Lightning gets, at the position of the checkpoint.
+
+        Raises:
+            ConfigError: as in :meth:`ElasticStrategy.process_dataloader`.
+        """
         if not isinstance(dataloader, ElasticLoader):
             raise ConfigError(
                 f"lightning: the training data is a {type(dataloader).__name__}: expected one "
@@ -341,6 +346,7 @@ class _Run:
             raise ConfigError(
                 "lightning: found several loaders of training data: expected one ElasticLoader"
             )
+        self._check_schedules(dataloader)
         self.loader = dataloader
         feed = _Feed(self, dataloader)
         # Lightning itself would load the position only if the epoch has begun.
@@ -348,6 +354,20 @@ class _Run:
             feed.load_state_dict(state)
         self._saved = dataloader.steps
         return feed
+
+    def _check_schedules(self, loader: ElasticLoader) -> None:
+        """Raise ConfigError if a schedule counts steps, whose size depends on the world."""
+        trainer = self.trainer
+        by_lightning = (
+            type(trainer.lightning_module).lr_scheduler_step is LightningModule.lr_scheduler_step
+        )
+        by_step = any(config.interval == "step" for config in trainer.lr_scheduler_configs)
+        if loader.sampler.is_per_worker and by_step and by_lightning:
+            raise ConfigError(
+                'lightning: found global_batch=PerWorker(…) and a schedule with interval="step", '
+                "which would depend on the world: expected that lr_scheduler_step() of the module "
+                "calls follow() of a BatchScaling, or that global_batch is a number of samples"
+            )
 
     def begin_epoch(self, steps: int) -> None:
         """Let Lightning know how many steps an epoch has.
