@@ -9,9 +9,10 @@
 # take minutes and much of that is waiting. If one of them fails, no further test begins.
 #
 # With DLROVER_TEST_MINUTES=N, no file with processes begins after N minutes, and no test on a cluster
-# after twice as many. Those that are left are named at the end, and each day it is others that come
-# last. So a slow machine has a result in time. All of it is interrupted after 2.6 times as many
-# minutes, and what has hung shows where it was.
+# after twice as many. Those that are left are named at the end. For each commit it is other files
+# that come last, and each day other tests on the cluster. So a slow machine has a result in time,
+# and each test is run for some commit. All of it is interrupted after 2.6 times as many minutes, and
+# what has hung shows where it was.
 #
 #   bash scripts/test.sh .venv
 set -uo pipefail
@@ -20,14 +21,18 @@ venv=$1
 # Then all tests of the process end. No test may take so long.
 pytest=("$venv/bin/pytest" -rfEs -p no:cacheprovider --durations=40 --durations-min=5
     -o faulthandler_timeout=1800 -o faulthandler_exit_on_timeout=true)
-# The files that take longest come first.
 minutes=${DLROVER_TEST_MINUTES:-0}
 others=(tests/process/test_*.py)
-[ "$minutes" = 0 ] || export DLROVER_CLUSTER_TESTS_UNTIL=$(($(date +%s) + minutes * 120))
-first_other=$((minutes ? 10#$(date +%j) * 7 % ${#others[@]} : 0))
-queue=(tests/process/test_{exact_data,flash,examples,membership}.py
-    tests/process/test_{operator,replicas,conformance,reshard,dropin,persist,exact_frameworks}.py
-    "${others[@]:first_other}" "${others[@]:0:first_other}")
+if [ "$minutes" = 0 ]; then # the files that take longest come first
+    queue=(tests/process/test_{exact_data,flash,examples,membership,operator,replicas}.py
+        tests/process/test_{conformance,reshard,dropin,persist,exact_frameworks}.py "${others[@]}")
+else
+    export DLROVER_CLUSTER_TESTS_UNTIL=$(($(date +%s) + minutes * 120))
+    commit=$(git rev-parse --short=7 HEAD 2>/dev/null || date +%j)
+    mapfile -t queue < <(for file in "${others[@]}"; do
+        echo "$(md5sum <<<"$commit $file")$file"
+    done | sort | sed 's/^.*-//')
+fi
 computing=(tests/unit/test_*.py tests/stateful/test_*.py)
 parts=6 # of the tests that compute: each imports torch anew
 # Once, here: where nothing may be written later, each process compiles our modules anew.
