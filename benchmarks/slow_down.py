@@ -1,7 +1,8 @@
 """Trains a little with gloo, until something makes it slow: python slow_down.py HOW RANK SECONDS.
 
 After so many seconds the rank gets slow in the way HOW: ``loader`` (its data come late), ``gc`` (it
-collects garbage), ``slower`` (it computes half a step longer), ``slower-10`` (a tenth), ``quota``
+collects garbage), ``slower`` (it computes longer, by half of the time that a step has taken so
+far), ``slower-10`` (by a tenth of it), ``quota``
 (the control group in the variable SLOW_GROUP gets half of the CPU time that it uses), ``link`` (the
 network of this namespace gets a lower rate), or ``none``.
 """
@@ -22,7 +23,8 @@ from dlrover_py.trainer import session
 HOW, RANK, AFTER_S = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
 CPU_S, STEP_S = 0.03, 0.15
 """CPU seconds that a step computes, and seconds that it takes at least."""
-EXTRA_S = {"slower": STEP_S / 2, "slower-10": STEP_S / 10}
+EXTRA = {"slower": 0.5, "slower-10": 0.1}
+"""Share of the usual time of a step by which a rank computes longer."""
 
 
 def compute(seconds: float) -> None:
@@ -52,14 +54,15 @@ def inject() -> None:
 
 def main() -> None:
     dist.init_process_group("gloo")
-    guilty, began, injected = dist.get_rank() == RANK, time.monotonic(), False
+    guilty, began, injected, extra_s = dist.get_rank() == RANK, time.monotonic(), False, 0.0
     heap = [[number] for number in range(300_000)] if HOW == "gc" else []
     for step, batch in enumerate(session.timed(batches(began, guilty)), start=1):
         slow = guilty and time.monotonic() - began > AFTER_S
         if slow and not injected:
             injected = True
+            extra_s = EXTRA.get(HOW, 0.0) * (time.monotonic() - began) / step
             inject()
-        compute(CPU_S + (EXTRA_S.get(HOW, 0.0) if slow else 0.0))
+        compute(CPU_S + extra_s)
         time.sleep(STEP_S - CPU_S)
         if slow and heap:
             gc.collect()

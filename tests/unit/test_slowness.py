@@ -447,6 +447,15 @@ def test_six_windows_are_enough_and_five_are_not() -> None:
     assert judged(on("", cpu=0.6), 1.3, after=IN_A_ROW) is not None
 
 
+@pytest.mark.parametrize(("part", "more"), [("data", 0.1), ("gc", 0.1), ("cpu", 0.2)])
+def test_a_tenth_is_found_if_one_node_explains_each_window(part: str, more: float) -> None:
+    """The CPU time of a node is 2 s a step, of which a tenth is 0.2 s."""
+    found = [judged(on("n1", **{part: more}), 1.1, seed=seed, after=8) for seed in range(40)]
+    named = [one for one in found if one is not None and one.node == "n1"]
+    assert len(named) >= 32
+    assert not any(judged(on("", **{part: more}), 1.1, seed=seed, after=8) for seed in range(20))
+
+
 def test_less_than_a_tenth_is_no_change() -> None:
     for seed in range(20):
         assert judged(on("", cpu=0.1), 1.05, seed=seed, after=40) is None
@@ -571,7 +580,8 @@ def test_a_slow_loader_is_told_with_its_node_and_nothing_is_done() -> None:
     ((reason, message),) = train.told()
     assert reason == EventReason.SLOW
     assert message.startswith("a step takes 1.5 s instead of 1 s (+50 %) since step 105")
-    assert "; node n1 waits 0.5 s a step for data, 0.01" in message
+    assert "; node n1 waits 0.4" in message  # a part of the first window was before
+    assert " s a step for data, 0.01" in message
     assert " s before: data. Check its storage" in message
     assert train.condition().startswith("True: a step takes 1.5 s")
     assert train.bench.job.state.pending_round is None

@@ -24,6 +24,10 @@ FEWEST = 10
 """Number of usual windows from which on a change is looked for."""
 LEAST_SHIFT = 0.10
 """A window is slow from this share above the usual time of a step; after a slow one, from half."""
+EVIDENT_SHIFT = 0.07
+"""A job is slow from this share on if one part of one node explains it in each of the windows."""
+EVIDENT_KINDS = frozenset({SlowKind.DATA, SlowKind.CODE, SlowKind.MACHINE})
+"""Causes that may do so: times of the script itself. Others come and go in jobs in good health."""
 IN_A_ROW = 6
 """Number of slow windows in a row that make a slow job, at least."""
 LEAST_DEVIATION = 0.03
@@ -220,9 +224,13 @@ class SlowWatch:
     _past: deque[float] = field(default_factory=lambda: deque(maxlen=PAST))
     """Times of a step in all windows that came before the present run of slow ones."""
     _run: list[Window] = field(default_factory=list)
-    """The present run of slow windows: the first ones, and the newest ones."""
+    """The present run of slow windows: the first one, and the newest ones."""
+    _nearly: list[Window] = field(default_factory=list)
+    """Windows at the begin of the run that are nearly slow. They are usual ones if it is none."""
+    _since: int = 0
+    """First step of the run, without these windows if there are others."""
     _count: int = 0
-    """Number of windows in the run."""
+    """Number of the other windows in the run."""
     _sum: float = 0.0
     _told: bool = False
     """Whether the run has made the job slow."""
@@ -241,18 +249,32 @@ class SlowWatch:
     def saw(self, window: Window) -> None:
         """Take in the next window, and judge again whether the job is slow, and why."""
         self._compare(window)
-        usual = median(self._usual) if len(self._usual) >= FEWEST else None
-        shift = LEAST_SHIFT / 2 if self._run else LEAST_SHIFT
-        if usual is None or window.step_s < (1 + shift) * usual:
+        known = [*self._usual, *(one.step_s for one in self._nearly)]
+        usual = median(known) if len(known) >= FEWEST else None
+        if usual is None or window.step_s < (1 + LEAST_SHIFT / 2) * usual:
             self._end_run()
             self._take_usual(window)
             self.slow = self._against_peers(window)
             return
-        deviation = 1.4826 * median(abs(one - usual) for one in self._usual)
+        self._run = [*self._run[:1], *self._run[1:][-(IN_A_ROW - 1) :], window]
+        newest = self._run[-IN_A_ROW:]
+        times = sorted(one.step_s for one in newest)
+        if not (self._count or self._told) and window.step_s < (1 + LEAST_SHIFT) * usual:
+            self._since = self._run[0].step
+            self._nearly.append(window)
+            if len(self._nearly) > KEPT:
+                self._take_usual(self._nearly.pop(0))
+            if self._is_evident(newest, usual):
+                self._told, self._nearly = True, []
+            explained = self._explain(newest, usual, median(times)) if self._told else None
+            self.slow = explained or self._against_peers(window)
+            return
+        deviation = 1.4826 * median(abs(one - usual) for one in known)
         deviation = max(deviation, LEAST_DEVIATION * usual)
         deviations = min((window.step_s - usual) / deviation, MOST_DEVIATIONS)
         self._sum = max(0.0, self._sum + deviations - SLACK)
-        self._run = [*self._run[:1], *self._run[1:][-(IN_A_ROW - 1) :], window]
+        if not (self._count or self._told):
+            self._since = window.step
         self._count += 1
         if self._count >= KEPT:  # it lasts for so long that it is the usual time now
             self._usual.clear()
@@ -262,18 +284,35 @@ class SlowWatch:
             self.slow = None
             return
         past = sorted(self._past)[int(0.95 * (len(self._past) - 1))]
-        newest = self._run[-IN_A_ROW:]
-        times = sorted(one.step_s for one in newest)
         least = max((1 + LEAST_SHIFT) * usual, BEYOND_PAST * past)
         shown = self._count >= IN_A_ROW and self._sum >= ALARM and times[1] >= least
-        self._told = self._told or shown
+        self._told = self._told or shown or self._is_evident(newest, usual)
         if self._told:
             self.slow = self._explain(newest, usual, median(times))
 
+    def _is_evident(self, newest: Sequence[Window], usual: float) -> bool:
+        """Return whether one part of one node explains each of the windows by itself.
+
+        A smaller change is enough then: other things than a fault seldom do that.
+
+        Args:
+            newest: The newest windows of the run.
+            usual: Seconds of a usual step.
+        """
+        level = median(one.step_s for one in newest)
+        if len(newest) < IN_A_ROW or level < (1 + EVIDENT_SHIFT) * usual:
+            return False
+        causes = [self._explain([window], usual, window.step_s) for window in newest]
+        (kind, node), *others = {(one.kind, one.node) for one in causes}
+        return not others and node != "" and kind in EVIDENT_KINDS
+
     def _end_run(self) -> None:
         """End the run of slow windows: what it reached belongs to the past."""
+        for window in self._nearly:
+            self._take_usual(window)
         self._past.extend(one.step_s for one in self._run)
-        self._run, self._count, self._sum, self._told = [], 0, 0.0, False
+        self._run, self._nearly = [], []
+        self._count, self._sum, self._told = 0, 0.0, False
 
     def _take_usual(self, window: Window) -> None:
         """Take in a window that is not slow."""
@@ -416,7 +455,7 @@ class SlowWatch:
             usual: Seconds of a usual step.
             level: Seconds of a step now.
         """
-        since = self._run[0].step
+        since = self._since
         grown = level - usual
         now = {name: _mean([w.nodes[name] for w in newest if name in w.nodes])
                for name in newest[-1].nodes}  # fmt: skip
