@@ -123,10 +123,8 @@ def _cycle(groups: Sequence[_Group]) -> Sequence[_Group]:
     """
     left = list(groups)
     while True:
-        waited = [set(group.waiting) for group in left]
-        kept = [
-            group for group in left if any(not ranks.isdisjoint(group.behind) for ranks in waited)
-        ]
+        waiting = {rank for group in left for rank in group.waiting}
+        kept = [group for group in left if not waiting.isdisjoint(group.behind)]
         if len(kept) == len(left):
             return kept
         left = kept
@@ -153,7 +151,7 @@ def _groups(by_rank: Mapping[int, WorkerSnapshot], known: Standstill) -> list[_G
         by_seq: dict[int, dict[int, Collective]] = {}
         for one, rank in sorted(opened, key=lambda item: (item[0].seq, item[1])):
             by_seq.setdefault(one.seq, {})[rank] = one
-        waiting = tuple(sorted({rank for _, rank in opened}))
+        waiting = {rank for _, rank in opened}
         newest_of = {rank: max(one.seq for one in ones) for rank, ones in records.items()}
         members = _members(opened[0][0], opened, known)
         # Of a worker whose records could not be read it is not known what it has entered.
@@ -175,7 +173,7 @@ def _groups(by_rank: Mapping[int, WorkerSnapshot], known: Standstill) -> list[_G
                 name,
                 next(iter(by_seq[front].values())),
                 tuple(by_seq[front]),
-                waiting,
+                tuple(sorted(waiting)),
                 behind,
                 (next(iter(by_seq[odd].values())), _kinds(by_seq[odd])),
                 max(one.age_s for one, _ in opened),
