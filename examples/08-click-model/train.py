@@ -1,12 +1,17 @@
 """Predict clicks with a DeepFM model, whose large tables are on a parameter server.
 
-The clicks are synthetic: a seeded model draws them. Few users and items have most of the clicks, as
-in a real log.
+By default the clicks are synthetic: a seeded model draws them. Few users and items have most of the
+clicks, as in a real log. With ``--impressions`` they are real.
 """
 
 import argparse
+import csv
+import hashlib
+import io
 import os
 import time
+import zipfile
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -21,7 +26,15 @@ from dlrover_py.trainer import Checkpointer, session
 from dlrover_py.trainer.data import ElasticLoader
 
 FIELDS = {"user": 1_000_000, "item": 200_000, "shop": 20_000, "hour": 24, "device": 6}
-"""Number of ids of each field."""
+"""Number of ids of each field of synthetic clicks."""
+REAL_FIELDS = {
+    "log": 6, "position": 3, "hour": 24, "item": 240, "user": 1 << 40, "user_item": 1 << 40
+}  # fmt: skip
+"""The same of real impressions. Users have hashes as ids, so their tables have no known size."""
+LOGS = [
+    f"{policy}/{name}/{name}" for policy in ("random", "bts") for name in ("all", "men", "women")
+]
+"""The logs in the Open Bandit Dataset: how items were chosen, and for which shop."""
 LARGE = 10_000
 """Rows from which a table is on the servers."""
 TEST_SAMPLES = 20_000
@@ -30,18 +43,24 @@ TEST_SAMPLES = 20_000
 class DeepFM(nn.Module):  # type: ignore[misc]
     """A factorization machine and a small network on the same embeddings."""
 
-    def __init__(self, dim: int = 16) -> None:
+    def __init__(self, fields: Mapping[str, int], dim: int = 16) -> None:
+        """Create the model.
+
+        Args:
+            fields: number of ids of each field.
+            dim: size of an embedding.
+        """
         super().__init__()
         # Of each row, the first value is the linear part. A table on "meta" needs no memory.
         self.rows = nn.ModuleDict(
             {
                 name: nn.Embedding(size, 1 + dim, device="meta" if size >= LARGE else None)
-                for name, size in FIELDS.items()
+                for name, size in fields.items()
             }
         )
         for table in self.rows.values():
             nn.init.normal_(table.weight, std=0.01)
-        self.deep = nn.Sequential(nn.Linear(len(FIELDS) * dim, 64), nn.ReLU(), nn.Linear(64, 1))
+        self.deep = nn.Sequential(nn.Linear(len(fields) * dim, 64), nn.ReLU(), nn.Linear(64, 1))
         self.bias = nn.Parameter(torch.zeros(1))
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -59,15 +78,19 @@ def main() -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    ids, clicked = clicks(args.samples + TEST_SAMPLES)
+    if args.impressions:
+        fields, (ids, clicked) = REAL_FIELDS, impressions(args.impressions)
+    else:
+        fields, (ids, clicked) = FIELDS, clicks(args.samples + TEST_SAMPLES)
     train = TensorDataset(ids[TEST_SAMPLES:], clicked[TEST_SAMPLES:])
 
     torch.manual_seed(1)
-    model = DeepFM()
+    model = DeepFM(fields)
+    nn.init.constant_(model.bias, clicked[TEST_SAMPLES:].mean().logit())
     ps.replace_embeddings(
         model,
         min_rows=LARGE,
-        optimizer=ps.adagrad(0.05),
+        optimizer=ps.adagrad(args.rows_lr),
         init=ps.normal(std=0.01),
         formats=ps.formats(pull=args.pull, push=args.push),
     )
@@ -102,11 +125,13 @@ def main() -> None:
         model.eval()
         labels = clicked[:TEST_SAMPLES]
         with torch.no_grad():
-            found = binary_cross_entropy_with_logits(model(ids[:TEST_SAMPLES]), labels)
+            logits = model(ids[:TEST_SAMPLES])
+            found = binary_cross_entropy_with_logits(logits, labels)
         guess = labels.mean().logit().expand(TEST_SAMPLES)
         print(
             f"log loss {found.item():.4f} after {loader.steps} steps; a constant guess has "
-            f"{binary_cross_entropy_with_logits(guess, labels).item():.4f}",
+            f"{binary_cross_entropy_with_logits(guess, labels).item():.4f}; "
+            f"AUC {auc(logits, labels):.3f}",
             flush=True,
         )
     checkpointer.close()
@@ -134,12 +159,55 @@ def clicks(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(np.stack(ids, axis=1)), torch.from_numpy(clicked.astype(np.float32))
 
 
+def impressions(path: str, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Return the same of the impressions in the package ``obp``, in a random order.
+
+    Args:
+        path: its wheel. It has six logs of 10,000 impressions from the Open Bandit Dataset.
+        seed: chooses the order.
+    """
+    ids, clicked = [], []
+    with zipfile.ZipFile(path) as wheel:
+        for number, name in enumerate(LOGS):
+            with wheel.open(f"obp/dataset/obd/{name}.csv") as file:
+                for row in csv.DictReader(io.TextIOWrapper(file)):
+                    item = int(row["item_id"]) + 80 * (number % 3)
+                    user = "/".join(row[f"user_feature_{i}"] for i in range(4))
+                    place, hour = int(row["position"]) - 1, int(row["timestamp"][11:13])
+                    hashes = hashed(user), hashed(f"{user}/{item}")
+                    ids.append([number, place, hour, item, *hashes])
+                    clicked.append(float(row["click"]))
+    order = np.random.default_rng(seed).permutation(len(ids))
+    return torch.tensor(ids)[order], torch.tensor(clicked)[order]
+
+
+def hashed(text: str) -> int:
+    """Return a number of 40 bits for a text."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=5).digest(), "big")
+
+
+def auc(logits: Tensor, labels: Tensor) -> float:
+    """Return the probability that a random click has a higher logit than another impression.
+
+    Args:
+        logits: logits of the model, shape ``[n]``.
+        labels: 1 for a click and 0 for none, shape ``[n]``.
+    """
+    _, places, counts = logits.unique(return_inverse=True, return_counts=True)
+    ranks = (counts.cumsum(0) - (counts - 1) / 2)[places]  # equal logits have their mean rank
+    ones = labels.sum()
+    zeros = len(labels) - ones
+    return float(((ranks * labels).sum() - ones * (ones + 1) / 2) / (ones * zeros))
+
+
 def parse_args() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--samples", type=int, default=400_000, help="for training")
+    parser.add_argument("--samples", type=int, default=400_000, help="for training, if synthetic")
+    parser.add_argument("--impressions", metavar="WHEEL", help="the package obp: real clicks")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--global-batch", type=int, default=1000, help="samples, of all workers")
+    parser.add_argument("--rows-lr", type=float, default=0.05, help="learning rate of large tables")
     parser.add_argument("--pull", default="fp16", help="format of rows in messages")
     parser.add_argument("--push", default="int8", help="format of gradients in messages")
     parser.add_argument(
