@@ -18,8 +18,8 @@ from dlrover_py.process.blocking import BackgroundThread, OverdueError
 
 log = logging.getLogger("agent.warm")
 
-RECORD_SIZE = 8 << 20
-"""Bytes of the file for a worker's record. It is sparse: only written parts use disk space."""
+RECORD_SIZE = 2 << 20
+"""Bytes of the file for a worker's record. A large script fills a quarter of it."""
 RECORD_POLL_S = 0.25
 """Seconds between two reads of the records."""
 QUIET_S = 3.0
@@ -89,7 +89,7 @@ class ImportObserver:
     async def _begin(self, number: int, *, of_forks: bool) -> list[Path]:
         """Make files for the records of a new round's workers, and return their paths.
 
-        The list is empty if they cannot be made in time.
+        The list is empty if there is no space for them, or if they cannot be made in time.
 
         Args:
             number: Number of workers.
@@ -102,9 +102,11 @@ class ImportObserver:
             self._records = await self._files.run(
                 lambda: _create_records(paths), self.limit_s, _close_records
             )
-        except OverdueError:
+        except OSError as error:  # OverdueError, too
             self._records = []
-            why = f"{self._scratch} has not answered within {FILES_S:g} s"
+            why = f"{self._scratch}: {error.strerror or error}"
+            if isinstance(error, OverdueError):
+                why = f"{self._scratch} has not answered within {FILES_S:g} s"
             log.warning("imports_not_recorded", extra={"why": why, "then": "no warm start"})
         self._ended, self.of_forks = [], of_forks
         self._since = self._grown_at = time.monotonic()
@@ -210,11 +212,21 @@ class _ImportRecord:
     """The record that one observed worker has written so far. Only the file thread uses it."""
 
     def __init__(self, path: Path) -> None:
-        with path.open("wb") as file:
-            file.truncate(RECORD_SIZE)
+        """Make the file, with all of its space.
+
+        Raises:
+            OSError: It cannot be made, or the disk has no space for it. There is no file then.
+        """
+        try:
+            with path.open("wb") as file:
+                # A sparse file would kill the worker (SIGBUS) that writes to it on a full disk.
+                os.posix_fallocate(file.fileno(), 0, RECORD_SIZE)
+            self._file = path.open("rb", buffering=0)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
         self.path = path
         self.text = ""
-        self._file = path.open("rb", buffering=0)
 
     def read(self) -> bool:
         """Read the new complete lines, and return whether there are any.
@@ -238,13 +250,17 @@ class _ImportRecord:
 
 
 def _create_records(paths: Iterable[Path]) -> list[_ImportRecord]:
-    """Make the files for the records of a round; an empty list if that is not possible."""
+    """Make the files for the records of a round.
+
+    Raises:
+        OSError: A file cannot be made. None is left then.
+    """
     records: list[_ImportRecord] = []
     try:
         records.extend(_ImportRecord(path) for path in paths)
     except OSError:
         _close_records(records)
-        return []
+        raise
     return records
 
 

@@ -207,11 +207,12 @@ def watch(record: str, installed: tuple[str, ...]) -> None:
     a tuple in Python's syntax: ``('import', name, origin)``, ``('env', key, value)`` or
     ``('env', key, None)``. An import that failed is recorded too, because it will fail again.
 
-    If the file cannot be mapped, nothing is recorded. Lines that do not fit into the file are
-    dropped.
+    If the file cannot be mapped, nothing is recorded. The record ends before the first line that
+    does not fit: a later one may depend on it.
 
     Args:
-        record: Path of a file of zeros, as large as the record may become.
+        record: Path of a file of zeros, as large as the record may become. Its space must be
+            reserved: without a free block, a write to memory kills the process.
         installed: Folders of the standard library and of installed packages.
 
     Raises:
@@ -231,19 +232,26 @@ def watch(record: str, installed: tuple[str, ...]) -> None:
     os.close(fd)
     if start == ctypes.c_void_p(-1).value:
         return
-    at, copy = start, ctypes.memmove
+    at, end, copy = start, start + size, ctypes.memmove
     owner = os.getpid()
-    one_at_a_time = _thread.allocate_lock()
+    # Reentrant: a signal handler may import a module while its thread holds the lock.
+    one_at_a_time = _thread.RLock()
     os.register_at_fork(after_in_child=one_at_a_time._at_fork_reinit)  # type: ignore[attr-defined]
 
     def note(*what: str | None) -> None:
-        """Append a line to the record, in the observed process only; drop it without space."""
-        nonlocal at
+        """Append a line to the record, in the observed process only; end it without space."""
+        nonlocal at, end
         line = f"{what!a}\n".encode()
+        length = len(line)
         with one_at_a_time:
-            if os.getpid() == owner and at + len(line) < start + size:
-                copy(at, line, len(line))
-                at += len(line)
+            if os.getpid() != owner:
+                return
+            if at + length >= end:
+                end = at
+                return
+            # A signal handler may note a line of its own during the copy, behind this one.
+            place, at = at, at + length
+            copy(place, line, length)
 
     class Finder:
         """A finder that records imports, and otherwise does what PathFinder does."""
