@@ -9,41 +9,12 @@ from dlrover_agent.warm.pool import installed_folders
 from dlrover_py.process.blocking import BackgroundThread
 from dlrover_py.protocol.recipe import decode_record
 from tests.fakes import fill_up, small_disk
-
-MANY_SIGNALS = """
-import os, signal, sys
-from dlrover_agent.warm.script import watch
-
-watch(sys.argv[1], ())
-handled = 0
-
-def handle(*_):
-    global handled
-    handled += 1
-    os.environ["HANDLED"] = str(handled)
-
-signal.signal(signal.SIGALRM, handle)
-for number in range(20_000):
-    if number % 10 == 0:
-        signal.setitimer(signal.ITIMER_REAL, 5e-5)
-    os.environ["SCRIPT"] = str(number)
-signal.setitimer(signal.ITIMER_REAL, 0)
-print(handled)
-"""
-TOO_LONG = """
-import os, sys
-from dlrover_agent.warm.script import watch
-
-watch(sys.argv[1], ())
-os.environ["A"] = "1"
-os.environ["LONG"] = "x" * 4096
-os.environ["B"] = "1"
-"""
+from tests.programs import PROGRAMS
 
 
 def run(program: str, record: Path) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", program, str(record)],
+        [sys.executable, PROGRAMS / program, str(record)],
         capture_output=True,
         text=True,
         timeout=20,
@@ -79,14 +50,14 @@ async def test_on_a_full_disk_workers_are_not_observed(tmp_path: Path) -> None:
 def test_a_record_ends_before_the_first_line_that_does_not_fit(tmp_path: Path) -> None:
     """A later import may depend on the value that is missing."""
     record = made_record(tmp_path, 1024)
-    run(TOO_LONG, record)
+    run("note_too_much.py", record)
     assert record.read_bytes().rstrip(b"\0") == b"('env', 'A', '1')\n"
 
 
 def test_a_signal_handler_may_note_while_the_script_does(tmp_path: Path) -> None:
     """It waited for a lock that its own thread held."""
     record = made_record(tmp_path, RECORD_SIZE)
-    handled = int(run(MANY_SIGNALS, record))
+    handled = int(run("note_signals.py", record))
     assert handled
     lines = record.read_bytes().rstrip(b"\0").decode().splitlines()
     names = [decode_record(line)[1] for line in lines]

@@ -22,6 +22,7 @@ from dlrover_agent.workers.supervisor import become_subreaper
 from dlrover_py.process.blocking import BackgroundThread
 from dlrover_py.process.identity import ProcessId, exit_code, is_stopped
 from dlrover_py.protocol.zygote import ForkAnswer, encode
+from tests.programs import PROGRAMS
 from tests.slots import no_more_files
 
 SLOW = """
@@ -308,10 +309,24 @@ async def test_a_zygote_computes_the_digests_of_the_compiler_and_of_no_older_fil
 class NodeWithSpares(Node):
     """A node of two workers, each of which ends with code 3."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, module: str = "", script: str = "") -> None:
         become_subreaper()
-        (folder / "train.py").write_text("raise SystemExit(3)")
-        super().__init__(folder, "", BuildTiming(spares_delay_s=0.0))
+        (folder / "train.py").write_text(f"{script}raise SystemExit(3)")
+        timing = BuildTiming(spares_delay_s=0.0, retry_pauses_s=(0.0, 0.0))
+        super().__init__(folder, module, timing)
+
+    async def refuses(self) -> None:
+        """Ask for workers, and see that there are none."""
+        await self.until(lambda: self.warm.ready)
+        request = ForkRequest(list(self.warm.program.argv), {}, 1, 2)
+        assert await self.warm.fork([request] * 2) is None
+
+    async def lose_zygote(self) -> None:
+        """Kill the zygote once it is ready, and wait until the agent has noticed."""
+        await self.until(lambda: self.warm.ready)
+        (zygote,) = self.children.sessions
+        zygote.signal(signal.SIGKILL)
+        await self.until(lambda: self.processes() == 0 or not self.warm.ready)
 
     async def ended(self, pid: int) -> None:
         """Wait until a child has ended. It is not reaped."""
@@ -327,7 +342,7 @@ class NodeWithSpares(Node):
 
     async def started(self) -> list[ForkedProcess]:
         """Start both workers, and wait until they have ended."""
-        request = ForkRequest(list(self.warm.program.argv), {}, 1, 2)
+        request = ForkRequest(list(self.warm.program.argv), {"GO": str(self.go)}, 1, 2)
         children = await self.warm.fork([request] * 2)
         assert children is not None
         for child in children:
@@ -389,6 +404,79 @@ async def test_a_spare_that_was_stopped_is_not_used(tmp_path: Path) -> None:
     assert stopped not in {child.pid for child in await node.started()}
     await node.ended(stopped)
     os.waitpid(stopped, 0)
+    await node.close()
+
+
+async def test_zygotes_that_are_killed_again_and_again_are_given_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A container without room for one built it at once each time, beside the training."""
+    node = NodeWithSpares(tmp_path)
+    for _ in range(2):
+        await node.lose_zygote()
+    await node.until(lambda: node.warm.ready)
+    await node.started()
+    for _ in range(2):
+        await node.lose_zygote()
+    assert not node.warm.disabled_reason, "workers were forked in between"
+    caplog.clear()
+    await node.lose_zygote()
+    (said,) = [vars(r)["why"] for r in caplog.records]
+    assert said.startswith("3 zygotes were lost, and no workers were forked in between")
+    assert "it has ended with code -9: give the container more memory" in said
+    assert not node.warm.building
+    await node.close()
+
+
+async def test_a_refusal_long_after_the_same_one_does_not_end_warm_starts(tmp_path: Path) -> None:
+    node = NodeWithSpares(tmp_path)
+    for _ in range(2):
+        (tmp_path / "slow_module.py").touch()
+        await node.until(lambda: node.warm.ready)
+        await node.started()
+        (tmp_path / "slow_module.py").touch()
+        await node.refuses()
+    assert not node.warm.disabled_reason
+    await node.until(lambda: node.warm.ready)
+    (tmp_path / "slow_module.py").touch()
+    await node.refuses()
+    assert node.warm.disabled_reason == f"{tmp_path}/slow_module.py has changed"
+    await node.close()
+
+
+async def test_a_lack_of_processes_ends_warm_starts_only_if_it_lasts(tmp_path: Path) -> None:
+    node = NodeWithSpares(tmp_path, (PROGRAMS / "no_more_forks.py").read_text())
+    full = Path(f"{node.go}.full")
+    for _ in range(2):
+        await node.until(lambda: node.warm.ready)
+        full.touch()
+        await node.refuses()
+        full.unlink()
+    assert not node.warm.disabled_reason
+    await node.until(lambda: node.warm.ready)
+    full.touch()
+    await node.refuses()
+    assert "the last one: fork: no more processes: " in node.warm.disabled_reason
+    await node.close()
+
+
+OOM_SCORE = """
+import os
+score = open("/proc/self/oom_score_adj").read().strip()
+open(os.environ["GO"] + ".score", "w").write(score)
+"""
+
+
+async def test_when_memory_is_short_the_zygote_is_killed_before_the_workers(
+    tmp_path: Path,
+) -> None:
+    node = NodeWithSpares(tmp_path, script=OOM_SCORE)
+    await node.until(lambda: node.warm.ready)
+    (zygote,) = node.children.sessions
+    assert Path(f"/proc/{zygote.pid}/oom_score_adj").read_text().strip() == "1000"
+    await node.started()
+    own = Path("/proc/self/oom_score_adj").read_text().strip()
+    assert Path(f"{node.go}.score").read_text() == own
     await node.close()
 
 

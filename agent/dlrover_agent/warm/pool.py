@@ -36,7 +36,7 @@ from dlrover_agent.warm.forks import (
     Forks,
 )
 from dlrover_agent.warm.observer import ImportObserver, raise_task_error
-from dlrover_agent.warm.zygote import receive
+from dlrover_agent.warm.zygote import NO_FORK, receive
 from dlrover_agent.warm.zygote_start import (
     WorkerProgram,
     ZygoteLostError,
@@ -192,8 +192,9 @@ class BuildTiming:
     wake_interval_s: float = 10.0
     """Time between two SIGCONT signals to a zygote that is being built and may be stopped."""
     retry_pauses_s: tuple[float, ...] = (0.5, 2.0, 8.0)
-    """Pauses before each new attempt to build a zygote that was lost while it was built. Their
-    number limits the attempts, because an import may end the process each time."""
+    """Pauses before each new attempt to build a zygote that was lost, while it was built or later.
+    Their number limits the attempts until a start is warm: an import may end the process each time,
+    or the container may have no room for it."""
     spares_delay_s: float = 0.5
     """Time after a start in which no spares are forked: the workers need the processor."""
 
@@ -262,9 +263,9 @@ class WarmPool:
         )
         """Starts the processes of zygotes."""
         self._losses = 0
-        """Number of zygotes that were lost in sequence while being built."""
+        """Number of zygotes that were lost since workers were last forked."""
         self._last_refusal = ""
-        """The last reason for which a zygote refused to fork."""
+        """The last reason for which a zygote refused to fork, since workers were last forked."""
 
     @property
     def _zygote(self) -> ZygoteProcess | None:
@@ -411,10 +412,13 @@ class WarmPool:
 
     # --- The zygote ---
 
-    def _build_soon(self) -> None:
+    def _build_soon(self, pause_s: float = 0.0) -> None:
         """Begin to build a zygote in a task, or have the present build use the new recipe.
 
         The method does nothing while warm starts are disabled.
+
+        Args:
+            pause_s: Seconds before the build. A start does not wait for them.
         """
         if self.disabled_reason:
             return
@@ -422,7 +426,7 @@ class WarmPool:
             self._rebuild = True
         else:
             self._attempt_over = asyncio.Event()
-            self._building = asyncio.create_task(self._build())
+            self._building = asyncio.create_task(self._build(pause_s))
             self._building.add_done_callback(raise_task_error)
 
     def _put_off_building(self) -> None:
@@ -436,7 +440,7 @@ class WarmPool:
             self._building = None
             self._end_attempt()
 
-    async def _build(self) -> None:
+    async def _build(self, pause_s: float) -> None:
         """Build zygotes until one is fit to fork workers, or the attempts are used up.
 
         Each attempt leaves out the modules at fault in an unfit zygote. Without such modules, or
@@ -446,7 +450,14 @@ class WarmPool:
 
         A fit zygote replaces the present one, and ``on_change`` is called. If none is fit, the
         present one stays; without one, warm starts are disabled.
+
+        Args:
+            pause_s: Seconds before the first attempt.
         """
+        if pause_s:
+            self._end_wait()
+            await asyncio.sleep(pause_s)
+            self._attempt_over = asyncio.Event()
         tries = 0
         while tries < MAX_BUILDS:
             assert self.recipe is not None
@@ -458,7 +469,7 @@ class WarmPool:
                 if self.disabled_reason:  # the agent ends: it is no fault of the recipe
                     return
                 fitness = ZygoteFitness(str(lost))
-                if self._losses == len(self._timing.retry_pauses_s):
+                if self._losses >= len(self._timing.retry_pauses_s):
                     break
                 pause = self._timing.retry_pauses_s[self._losses]
                 self._losses += 1
@@ -473,7 +484,6 @@ class WarmPool:
                 continue
             tries += 1
             if not fitness.unfit:
-                self._losses = 0
                 self._kill_zygote(self._zygote)
                 self.forks.use(candidate)
                 took = round(time.monotonic() - began, 3)
@@ -504,6 +514,10 @@ class WarmPool:
             self.shelf.forget()
             self._uses_earlier = False
             self._on_change()
+        self._end_wait()
+
+    def _end_wait(self) -> None:
+        """Have a round that waits for the zygote start cold."""
         if self._attempt_over is not None:
             self._attempt_over.set()
 
@@ -586,9 +600,10 @@ class WarmPool:
         """Fork workers from the zygote; None if that fails, and they must be started cold.
 
         The result is also None without a zygote, or for more than ``MAX_FDS`` workers. A zygote
-        that fails is replaced; if it refuses for the same reason as one before, warm starts end
-        instead. The workers wait for :meth:`ForkedProcess.go`. Their imports are recorded if the
-        recipe comes from workers that ended before they had come to rest.
+        that fails is replaced. Warm starts end instead if it refuses for the same reason as the one
+        before, or if too many were lost, and no workers were forked in between. The workers wait
+        for :meth:`ForkedProcess.go`. Their imports are recorded if the recipe comes from workers
+        that ended before they had come to rest.
         """
         if len(requests) > MAX_FDS:
             return None  # too many for one message; a start of so many workers is slow anyway
@@ -599,7 +614,10 @@ class WarmPool:
             ChildStart(WorkerTask(r.argv, r.env, o), (r.out, r.err))
             for r, o in zip(requests, observe, strict=True)
         ]
-        return await self.forks.start(starts, requests[0].argv)
+        children = await self.forks.start(starts, requests[0].argv)
+        if children:
+            self._losses, self._last_refusal = 0, ""
+        return children
 
     async def fork_store(self, listening: int, port: int) -> ForkedProcess | None:
         """Fork the store of a round from the zygote; None without a zygote, or if that fails.
@@ -622,25 +640,49 @@ class WarmPool:
     def _on_fork_failure(self, why: str, refused: bool) -> None:
         """End the zygote that has not answered, or has refused; another one is built.
 
-        If the reason is that of the refusal before, warm starts are disabled instead.
+        If the reason is that of the refusal before, warm starts are disabled instead. A fork that
+        fails is no such reason, because memory or processes may become free.
         """
-        if refused and why == self._last_refusal:
+        if not refused or why.startswith(NO_FORK):
+            self._on_loss(why)
+        elif why == self._last_refusal:
             self._disable(why)  # a new zygote would refuse as well
-            return
-        self._last_refusal = why if refused else self._last_refusal
-        self._discard_zygote(why)
+        else:
+            self._last_refusal = why
+            self._replace_zygote(why, 0.0)
 
-    def _discard_zygote(self, why: str) -> None:
+    def _on_loss(self, why: str) -> None:
+        """Replace the zygote that is lost after a pause, or disable warm starts after too many.
+
+        Otherwise a zygote for which there is no memory, say, would be built without an end.
+        """
+        pauses = (*self._timing.retry_pauses_s, 0.0)
+        self._losses += 1
+        if self.disabled_reason or self._losses < len(pauses):
+            self._replace_zygote(why, pauses[min(self._losses, len(pauses)) - 1])
+            return
+        self._disable(
+            f"{self._losses} zygotes were lost, and no workers were forked in between; "
+            f"expected one that stays; the last one: {why}: give the container more memory, or its "
+            "packages a faster disk, or use --cold-start"
+        )
+
+    def _replace_zygote(self, why: str, pause_s: float) -> None:
         """Log that the zygote is lost, kill it, and begin to build a new one from the recipe.
 
         Nothing is logged or built once the agent ends: then zygotes end with all other processes.
+
+        Args:
+            why: Why it is lost.
+            pause_s: Seconds before the build.
         """
         if not self.disabled_reason:
-            log.warning("zygote_lost", extra={"why": why, "then": "cold start; it is built again"})
+            then = f"cold start; it is built again after {pause_s:g} s"
+            log.warning("zygote_lost", extra={"why": why, "then": then})
         self._kill_zygote(self._zygote)
         self.forks.use(None)
         if self.recipe is not None:
-            self._build_soon()
+            self._build_soon(pause_s)
 
     def _kill_zygote(self, ended: ZygoteProcess | None) -> None:
         """Kill a zygote and its session, without waiting: a file system may hold the process.
@@ -674,7 +716,7 @@ class WarmPool:
             self._children.non_worker_pids.discard(process.pid)
 
     def child_ended(self) -> None:
-        """Reap killed children; if the zygote has ended, begin to build another one.
+        """Reap killed children; if the zygote has ended, replace it or give warm starts up.
 
         The agent calls this after the end of each of its children.
         """
@@ -683,7 +725,7 @@ class WarmPool:
         if self._zygote is not None:
             code = exit_code(os.P_PID, self._zygote.process.pid)
             if code is not None:
-                self._discard_zygote(f"it has ended with code {code}")
+                self._on_loss(f"it has ended with code {code}")
 
     def _disable(self, why: str) -> None:
         """Start all workers cold from now on, and kill the zygote; only the first call counts.

@@ -23,7 +23,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -50,6 +50,10 @@ PART = 1 << 20
 """Largest number of bytes that are read from the socket in one call."""
 PROBE_S = 20.0
 """Seconds that the forked child has for the test."""
+NO_FORK = "fork: "
+"""Beginning of a refusal because the kernel has made no process."""
+_OOM_SCORE = "/proc/self/oom_score_adj"
+"""File that says how soon the kernel kills this process when memory is short."""
 _CUDA = "an import has initialised CUDA"
 CUDA_ASKED = f"a forked child: {_CUDA}"
 """The result of the test if an import has used CUDA, or has asked whether there are devices."""
@@ -179,12 +183,15 @@ class Zygote:
         """State of the imported files, by path."""
         self._frees_at_end = False
         """Whether workers must free at their end what the zygote has made."""
+        self._oom_score = ""
+        """The content of ``_OOM_SCORE`` before, for the children; empty if it was not changed."""
 
     def run(self) -> ForkTarget:
         """Build the zygote, report whether it is fit, and serve requests until the agent ends.
 
         The method returns in forked children only. When the agent ends, it exits the process.
         """
+        self._be_killed_first()
         fitness = self._build()
         send(self._line, encode(fitness))
         while True:
@@ -203,13 +210,25 @@ class Zygote:
                 try:
                     pids, fork = self._fork(fds)
                 except OSError as error:
-                    refusal = f"fork: {error.strerror}"
+                    refusal = f"{NO_FORK}{error.strerror}"
                 else:
                     if fork is not None:
                         return fork
             for fd in fds:
                 os.close(fd)
             send(self._line, encode(ForkAnswer(pids, refusal)))
+
+    def _be_killed_first(self) -> None:
+        """Have the kernel kill the zygote before the workers when memory is short.
+
+        A child may take the old value back: only a value below that of its start needs a right.
+        """
+        with contextlib.suppress(OSError):
+            with open(_OOM_SCORE) as file:
+                before = file.read().strip()
+            with open(_OOM_SCORE, "w") as file:
+                file.write("1000")
+            self._oom_score = before
 
     # --- Build ---
 
@@ -344,7 +363,7 @@ class Zygote:
         if sys.flags.safe_path:
             del before[0]
         for folder in before:
-            for name in _importable(folder):
+            for name in _importable(folder, sys.modules):
                 origin = _origin(sys.modules.get(name))
                 if origin in (None, "built-in", "frozen"):
                     continue
@@ -402,6 +421,9 @@ class Zygote:
         if not go:
             os._exit(0)  # the agent has given up the start, or has ended
         end_with_parent(self._orders.agent)
+        if self._oom_score:
+            with contextlib.suppress(OSError), open(_OOM_SCORE, "w") as file:
+                file.write(self._oom_score)
         if isinstance(task, StoreTask):
             return ForkTarget(task, control, fds)
         for fd, number in zip(fds, (1, 2), strict=True):
@@ -637,16 +659,19 @@ def _file_state(path: str) -> tuple[int, int] | None:
 _SUFFIXES = frozenset(importlib.machinery.all_suffixes())
 
 
-def _importable(folder: str) -> set[str]:
-    """Return the names of the modules and packages in a folder; empty if it cannot be read.
+def _importable(folder: str, wanted: Collection[str]) -> set[str]:
+    """Return which of these modules and packages are in a folder; empty if it cannot be read.
 
-    Packages without an ``__init__.py`` are left out.
+    Packages without an ``__init__.py`` are left out. Other names cost no call of the file system: a
+    script may be beside a large data set.
     """
     names = set()
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
                 stem, dot, _ = entry.name.partition(".")
+                if stem not in wanted:
+                    continue
                 if entry.name[len(stem) :] in _SUFFIXES or (
                     not dot and os.path.exists(os.path.join(entry.path, "__init__.py"))
                 ):
