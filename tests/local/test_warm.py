@@ -145,6 +145,39 @@ async def test_a_recipe_says_what_has_made_a_zygote_unfit(
         await one.close()
 
 
+SECOND = """
+import os, slow_module
+with open(os.environ["GO"] + ".pid", "w") as file:
+    file.write(str(os.getpid()))
+"""
+
+
+@pytest.fixture
+def second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str, str]:
+    """Write a module that imports the slow one, and return its line of a recipe."""
+    path = tmp_path / "second_module.py"
+    path.write_text(SECOND)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "import", "second_module", str(path)
+
+
+async def test_only_modules_that_read_a_variable_of_the_rank_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, second: tuple[str, str, str]
+) -> None:
+    """The script itself sets it, for example to choose a device."""
+    node = Node(tmp_path, "import os\nos.environ.get('DEVICE')\n", BuildTiming(), early=True)
+    node.warm.starter.end_early()
+    Path(second[2]).write_text("")
+    with caplog.at_level(logging.INFO):
+        ranks: tuple[str, str, None] = ("rank", "DEVICE", None)
+        node.warm.adopt(ImportRecipe((ranks, ("env", "DEVICE", "0"), node.line, second)))
+        await node.until(lambda: node.warm.ready)
+    (unfit,) = [vars(r) for r in caplog.records if r.message == "zygote_unfit"]
+    assert unfit["why"] == "slow_module reads DEVICE when it is imported"
+    assert unfit["without"] == ["slow_module"]
+    await node.close()
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_zygote_that_is_lost_while_it_is_built_is_built_again(
     tmp_path: Path, number: int
@@ -170,22 +203,6 @@ async def test_a_zygote_that_is_lost_each_time_is_given_up(
     assert len(list(tmp_path.glob("zygote-*.log"))) == 3
     assert [r.message for r in caplog.records].count("warm_start_disabled") == 1
     await node.close()
-
-
-SECOND = """
-import os, slow_module
-with open(os.environ["GO"] + ".pid", "w") as file:
-    file.write(str(os.getpid()))
-"""
-
-
-@pytest.fixture
-def second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str, str]:
-    """Write a module that imports the slow one, and return its line of a recipe."""
-    path = tmp_path / "second_module.py"
-    path.write_text(SECOND)
-    monkeypatch.syspath_prepend(tmp_path)
-    return "import", "second_module", str(path)
 
 
 async def test_a_zygote_that_was_started_early_goes_on_with_its_recipe(

@@ -47,9 +47,15 @@ def test_environment_counts_only_before_an_import() -> None:
     assert not before.shared, "it may be a secret"
 
 
-def test_workers_that_disagree_on_the_environment_have_no_recipe() -> None:
-    with pytest.raises(ValueError, match="different values"):
-        recipe(record(("env", "A", "0"), JSON), record(("env", "A", "1"), JSON))
+def test_a_variable_of_a_rank_is_left_to_each_worker() -> None:
+    """A script that chose its device so was never warm."""
+    device, same = ("env", "CUDA_VISIBLE_DEVICES"), ("env", "SAME", "1")
+    found = recipe(record((*device, "0"), same, JSON), record((*device, "1"), same, JSON))
+    assert found.lines == (("rank", "CUDA_VISIBLE_DEVICES", None), same, JSON)
+    assert not found.shared, "another node has other ranks"
+    assert recipe(record(same, JSON)).with_imports_of(found).lines == (same, JSON, found.lines[0])
+    only_one = recipe(record((*device, "0"), same, JSON), record(same, JSON))
+    assert only_one.lines == found.lines
 
 
 def test_a_worker_that_is_behind_does_not_disagree() -> None:
@@ -63,7 +69,12 @@ def test_torch_may_come_first_if_only_the_standard_library_came_before() -> None
     library = ("import", "numpy", f"{paths['purelib']}/numpy/__init__.py")
     own, later = ("own", *OWN[1:]), ("import", "json.scanner", "/lib/json/scanner.py")
     assert may_begin_with((standard, own, TORCH, library, later), "torch")
-    for line in (library, ("env", "A", "1"), ("import", "b", "/elsewhere/b.py")):
+    for line in (
+        library,
+        ("env", "A", "1"),
+        ("rank", "A", None),
+        ("import", "b", "/elsewhere/b.py"),
+    ):
         assert not may_begin_with((standard, line, TORCH), "torch")
     assert not may_begin_with((standard,), "torch"), "the script does not use it"
 

@@ -72,7 +72,8 @@ class ImportRecipe:
     script's own code puts into ``os.environ`` in between. See
     :func:`dlrover_agent.warm.script.watch` for the lines. The line ``("own", name, origin)`` is a
     module of the user, and ``("unfit", name, origin)`` one that has made a zygote unfit. No zygote
-    may import them.
+    may import them. ``("rank", key, None)`` is a variable into which workers put different values,
+    and no import of a zygote may read it.
     """
 
     lines: tuple[RecipeLine, ...]
@@ -88,11 +89,9 @@ class ImportRecipe:
             installed: Folders of the standard library and of installed packages.
 
         Raises:
-            ValueError: If a record cannot be read, or the workers put different values into
-                ``os.environ``.
+            ValueError: If a record cannot be read.
         """
-        merged: list[RecipeLine] = []
-        settings: list[list[RecipeLine]] = []
+        workers: list[list[RecipeLine]] = []
         for text in records:
             lines = [recipes.decode_record(line) for line in text.splitlines() if "\0" not in line]
             lines = [
@@ -103,13 +102,14 @@ class ImportRecipe:
             ]
             while lines and lines[-1][0] == "env":  # no import follows this change
                 lines.pop()
-            settings.append([x for x in lines if x[0] == "env"])
+            workers.append(lines)
+        differing = _variables_that_differ(workers)
+        merged: list[RecipeLine] = []
+        for lines in workers:
             known = {x[1] for x in merged}
             merged += [x for x in lines if x[1] not in known and (not known or x[0] != "env")]
-        longest = max(settings, key=len, default=[])
-        if any(longest[: len(own)] != own for own in settings):  # a prefix: a slow worker
-            raise ValueError("workers of this node put different values into os.environ")
-        return cls(tuple(merged))
+        ranks: list[RecipeLine] = [("rank", name, None) for name in sorted(differing)]
+        return cls((*ranks, *(x for x in merged if x[0] != "env" or x[1] not in differing)))
 
     @classmethod
     def from_wire(cls, body: bytes) -> Self:
@@ -139,7 +139,7 @@ class ImportRecipe:
         They may not if the script puts values into ``os.environ``. Such values may be secrets, or
         valid for one rank only.
         """
-        return not any(what == "env" for what, _, _ in self.lines)
+        return not any(what in ("env", "rank") for what, _, _ in self.lines)
 
     @property
     def imports(self) -> set[str]:
@@ -156,8 +156,8 @@ class ImportRecipe:
 
         The workers may have imported fewer modules this time.
         """
-        known = self.imports | self.unfit
-        kinds = ("import", "unfit")
+        known = {name for what, name, _ in self.lines if what in ("import", "unfit", "rank")}
+        kinds = ("import", "unfit", "rank")
         rest = [line for line in older.lines if line[0] in kinds and line[1] not in known]
         return type(self)((*self.lines, *rest))
 
@@ -753,6 +753,26 @@ class WarmPool:
         self.starter.end_early()
         self._kill_zygote(self._zygote)
         self.forks.use(None)
+
+
+def _variables_that_differ(workers: Sequence[Sequence[RecipeLine]]) -> set[str]:
+    """Return the variables into which workers put different values, for example a device.
+
+    A worker that has come less far than another does not differ.
+
+    Args:
+        workers: The lines of each worker's record.
+    """
+    settings = [[line for line in lines if line[0] == "env"] for lines in workers]
+    longest = max(settings, key=len, default=[])
+    if all(longest[: len(own)] == own for own in settings):
+        return set()
+    names = {name for own in settings for _, name, _ in own}
+    return {
+        name
+        for name in names
+        if len({tuple(line for line in own if line[1] == name) for own in settings}) > 1
+    }
 
 
 def _last_line(path: Path) -> str:

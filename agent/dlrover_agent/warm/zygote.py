@@ -242,10 +242,12 @@ class Zygote:
         by_script: dict[str, str | None] = {}
         faults: dict[str, str] = {}
         graph = ImportGraph()
-        per_rank = frozenset(self._orders.per_rank)
-        with _rare_collections(), graph, _watched_environment(per_rank) as looked:
+        # An early zygote gets no further names: its later recipe is another node's or run's.
+        per_rank = {name for what, name, _ in self._orders.recipe if what == "rank"}
+        per_rank |= set(self._orders.per_rank)
+        with _rare_collections(), graph, _watched_environment(frozenset(per_rank)) as looked:
             for what, name, value in self._recipe():
-                if what == "env":
+                if what == "env" and name not in per_rank:
                     by_script[name] = value
                     _set_variable(name, value)
                 if what != "import":

@@ -279,7 +279,7 @@ def may_begin_with(recipe: Sequence[RecipeLine], module: str) -> bool:
     for kind, name, value in recipe:
         if kind == "import" and name == module:
             return True
-        if kind == "env" or (kind == "import" and not _is_standard(str(value))):
+        if kind in ("env", "rank") or (kind == "import" and not _is_standard(str(value))):
             return False
     return False
 
