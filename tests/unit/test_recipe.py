@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import sysconfig
 import zlib
 from pathlib import Path
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from dlrover_agent.warm import pool
 from dlrover_agent.warm.pool import ImportRecipe
-from dlrover_agent.warm.zygote import _importable, origin_before_import
+from dlrover_agent.warm.zygote import _importable, _watched_environment, origin_before_import
 from dlrover_agent.warm.zygote_start import may_begin_with
 from dlrover_py.protocol.recipe import decode_record
 
@@ -168,6 +169,34 @@ def test_what_a_folder_can_hide(tmp_path) -> None:  # type: ignore[no-untyped-de
     assert _importable(str(tmp_path), wanted) == {"json", "package"}
     assert _importable(str(tmp_path), ["json"]) == {"json"}, "others need not be looked at"
     assert _importable(str(tmp_path / "missing"), wanted) == set()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "dict(os.environ)",
+        "os.environ.copy()",
+        "{**os.environ}",
+        "os.environ.items() and list(os.environ.items())",
+        "for name in os.environ: pass",
+    ],
+)
+def test_a_module_that_copies_the_environment_reads_the_rank(code: str) -> None:
+    module = {"__name__": "copier"}
+    with _watched_environment(frozenset(["RANK"])) as looked:
+        exec(compile(f"import os\n{code}", "copier.py", "exec"), module)
+    assert looked[0][0] == "all variables"
+    assert looked[0][1][0] == "copier"
+
+
+def test_a_function_that_looks_for_a_librarys_own_variables_is_no_reader_of_the_rank() -> None:
+    """Modules do so that most scripts import."""
+    with _watched_environment(frozenset(["RANK"])) as looked:
+        exec(
+            "import os\ndef own(): return [n for n in os.environ if n.startswith('X_')]\nown()", {}
+        )
+        assert os.environ.get("NO_SUCH_NAME") is None
+    assert looked == []
 
 
 def test_what_an_import_would_run_is_known_before(

@@ -30,8 +30,8 @@ _OWN_FILES = (os.path.dirname(__file__), "<string>")
 """Beginnings of the file names of DLRover's own stack frames."""
 _MAX_CALLSTACK = 65_536
 """Characters of an exception that are written to the error file."""
-_NOT_THE_SETTER = ("os.py", "<frozen os>", "_collections_abc.py", "<frozen _collections_abc>")
-"""Ends of the file names of frames between ``os.putenv`` and the code that changes a variable."""
+OF_ENVIRON = ("os.py", "<frozen os>", "_collections_abc.py", "<frozen _collections_abc>")
+"""Ends of the file names of frames between ``os.environ`` and the code that uses it."""
 
 
 def main() -> None:
@@ -270,7 +270,7 @@ def watch(record: str, installed: tuple[str, ...]) -> None:
     def by_script() -> bool:
         """Return whether the code that changes the environment is not in an installed package."""
         frame = sys._getframe(2)
-        while frame.f_back is not None and frame.f_code.co_filename.endswith(_NOT_THE_SETTER):
+        while frame.f_back is not None and frame.f_code.co_filename.endswith(OF_ENVIRON):
             frame = frame.f_back
         return not frame.f_code.co_filename.startswith(installed)
 

@@ -24,7 +24,7 @@ import sys
 import time
 import warnings
 from collections.abc import Collection, Iterator, Sequence
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, NamedTuple
 
 from dlrover_agent.warm import compiler, script
@@ -540,21 +540,34 @@ def _watched_environment(
 ) -> Iterator[list[tuple[str, list[str]]]]:
     """Record reads of these environment variables: the module that reads, and its importers.
 
-    The list that is yielded grows within the context. Reads of C code are not seen.
+    The list that is yielded grows within the context. Reads of C code are not seen. A copy of all
+    variables counts if the module's own code makes it. Functions of tqdm, networkx and fsspec look
+    through all names when they are imported, for those that begin with their own.
     """
     looked: list[tuple[str, list[str]]] = []
     plain = type(os.environ)
 
+    def note(what: str, frame: FrameType | None) -> None:
+        chain = []
+        while frame is not None:
+            if frame.f_code.co_name == "<module>":
+                chain.append(str(frame.f_globals.get("__name__")))
+            frame = frame.f_back
+        looked.append((what, [m for m in chain if m != "__main__"] or ["an import"]))
+
     class Watched(plain):  # type: ignore[misc, valid-type]
         def __getitem__(self, name: str) -> str:
             if name in names:
-                chain, frame = [], sys._getframe(1)
-                while frame is not None:
-                    if frame.f_code.co_name == "<module>":
-                        chain.append(str(frame.f_globals.get("__name__")))
-                    frame = frame.f_back  # type: ignore[assignment]
-                looked.append((name, [m for m in chain if m != "__main__"] or ["an import"]))
+                note(name, sys._getframe(1))
             return str(super().__getitem__(name))
+
+        def __iter__(self) -> Iterator[str]:
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None and frame.f_code.co_filename.endswith(script.OF_ENVIRON):
+                frame = frame.f_back
+            if frame is not None and frame.f_code.co_name == "<module>":
+                note("all variables", frame)
+            return iter(super().__iter__())
 
     os.environ.__class__ = Watched
     try:
