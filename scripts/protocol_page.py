@@ -716,7 +716,7 @@ WIRES: tuple[Wire, ...] = (
         speakers="A worker that was started cold writes what it imports. Its agent reads it.",
         transport="A file in the agent's folder, mapped into memory.",
         framing="One Python tuple for each line: `('import', name, origin)`, `('env', key, value)` "
-        "or `('env', key, None)`.",
+        "or `('env', key, None)`; at first `('start', key, value)`.",
         authentication="The folder belongs to its user alone.",
         version="None: agent and recorder run from the same installation.",
         limits=f"{size(observer.RECORD_SIZE)}. The agent looks every {observer.RECORD_POLL_S:g} s.",

@@ -26,8 +26,8 @@ STARTED: Final = b"s"
 """A forked process is about to run the user's code, or serves the store."""
 
 RecipeLine = tuple[str, str, str | None]
-"""A line of an import recipe: its kind (``import``, ``env``, ``own``, ``unfit`` or ``rank``), a
-name, and a value."""
+"""A line of an import recipe: its kind (``import``, ``env``, ``own``, ``unfit``, ``rank`` or
+``start``), a name, and a value."""
 
 
 class ZygoteConfig(NamedTuple):
@@ -43,7 +43,8 @@ class ZygoteConfig(NamedTuple):
     Its lines are ``["import", name, origin]``, ``["env", key, value]``, ``["env", key, null]``, and
     ``["own", name, origin]`` for a module that must not be imported. So it is with ``["unfit",
     name, origin]``: an installed module that has made a zygote unfit. ``["rank", key, null]`` is a
-    variable to which the script gives another value in each worker; see ``per_rank``.
+    variable to which the script gives another value in each worker; see ``per_rank``. ``["start",
+    key, value]`` is a variable that was changed when the interpreters of the workers started.
     """
     per_rank: Sequence[str]
     """Environment variables that differ between workers. No import may read them."""

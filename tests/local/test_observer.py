@@ -6,6 +6,7 @@ from pathlib import Path
 
 from dlrover_agent.warm.observer import RECORD_SIZE, ImportObserver
 from dlrover_agent.warm.pool import installed_folders
+from dlrover_agent.warm.script import OBSERVED_START
 from dlrover_py.process.blocking import BackgroundThread
 from dlrover_py.protocol.recipe import decode_record
 from tests.fakes import fill_up, small_disk
@@ -45,6 +46,22 @@ async def test_on_a_full_disk_workers_are_not_observed(tmp_path: Path) -> None:
         assert subprocess.run(full, check=False).returncode == 0
         assert full == argv
         assert [path.name for path in disk.iterdir()] == ["filler"]
+
+
+def test_a_record_says_what_the_start_of_python_has_changed(tmp_path: Path) -> None:
+    """A zygote runs this code once, and without a rank."""
+    hook = "import os\nos.environ['MY_DEVICE'] = os.environ['LOCAL_RANK']\ndel os.environ['OLD']\n"
+    (tmp_path / "sitecustomize.py").write_text(hook)
+    (script := tmp_path / "train.py").write_text("")
+    record = made_record(tmp_path, RECORD_SIZE)
+    subprocess.run(
+        [sys.executable, "-u", "-c", OBSERVED_START, record, "/none", script],
+        env={"PYTHONPATH": str(tmp_path), "LOCAL_RANK": "1", "OLD": "1"},
+        check=True,
+    )
+    lines = record.read_bytes().rstrip(b"\0").decode().splitlines()
+    found = [line for line in map(decode_record, lines) if line[0] == "start"]
+    assert found == [("start", "MY_DEVICE", "1"), ("start", "OLD", None)]
 
 
 def test_a_record_ends_before_the_first_line_that_does_not_fit(tmp_path: Path) -> None:

@@ -497,6 +497,41 @@ async def test_when_memory_is_short_the_zygote_is_killed_before_the_workers(
     await node.close()
 
 
+SAY_DEVICE = """
+import os
+open(os.environ["GO"] + ".device", "a").write(os.environ["MY_DEVICE"])
+"""
+
+
+async def test_what_the_start_of_python_changes_is_so_in_workers(tmp_path: Path) -> None:
+    hook = "import os\nos.environ['MY_DEVICE'] = 'a'\n"
+    (tmp_path / "sitecustomize.py").write_text(hook)
+    node = NodeWithSpares(tmp_path, script=SAY_DEVICE)
+    node.warm.adopt(ImportRecipe((("start", "MY_DEVICE", "a"), node.line)))
+    await node.until(lambda: node.warm.ready)
+    await node.started()
+    assert Path(f"{node.go}.device").read_text() == "aa"
+    await node.close()
+
+
+@pytest.mark.parametrize(
+    ("hook", "why"),
+    [
+        ("os.environ['MY_DEVICE'] = 'a'", "than in the zygote, which has no rank: MY_DEVICE"),
+        ("sys.kept = socket.socket()", "or code at the interpreter's start, opened socket:"),
+    ],
+)
+async def test_where_the_start_of_python_does_other_things_there_is_no_zygote(
+    tmp_path: Path, hook: str, why: str
+) -> None:
+    """It runs in each cold worker, with its rank, and once in a zygote."""
+    (tmp_path / "sitecustomize.py").write_text(f"import os, socket, sys\n{hook}\n")
+    node = Node(tmp_path, "", BuildTiming())
+    await node.until(lambda: node.warm.disabled_reason)
+    assert why in node.warm.disabled_reason
+    await node.close()
+
+
 def no_zygote(line: socket.socket) -> ZygoteProcess:
     """Return a process that answers as the test does, on the other end of this socket."""
     process = subprocess.Popen([sys.executable, "-c", ""])

@@ -21,4 +21,4 @@ def fork() -> int:
 os.fork = fork
 ours, theirs = socket.socketpair()
 orders = ZygoteConfig(theirs.fileno(), os.getpid(), [], [])
-print(zygote.Zygote(orders, theirs)._fork([0]))
+print(zygote.Zygote(orders, theirs, {})._fork([0]))

@@ -59,6 +59,16 @@ def test_a_variable_of_a_rank_is_left_to_each_worker() -> None:
     assert only_one.lines == found.lines
 
 
+def test_what_the_start_of_python_changes_must_be_the_same_in_all_workers() -> None:
+    changed = ("start", "MY_DEVICE")
+    found = recipe(record((*changed, "a"), JSON), record((*changed, "a"), JSON), "")
+    assert found.lines == ((*changed, "a"), JSON)
+    assert not found.shared
+    for other in record((*changed, "b"), JSON), record(JSON):
+        with pytest.raises(ValueError, match="found others of MY_DEVICE: set them in the script"):
+            recipe(record((*changed, "a"), JSON), other)
+
+
 def test_a_worker_that_is_behind_does_not_disagree() -> None:
     one = record(("env", "A", "0"), JSON, ("env", "B", "0"), TORCH)
     assert recipe(one, record(("env", "A", "0"), JSON)).imports == {"json", "torch"}

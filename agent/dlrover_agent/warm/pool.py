@@ -73,7 +73,8 @@ class ImportRecipe:
     :func:`dlrover_agent.warm.script.watch` for the lines. The line ``("own", name, origin)`` is a
     module of the user, and ``("unfit", name, origin)`` one that has made a zygote unfit. No zygote
     may import them. ``("rank", key, None)`` is a variable into which workers put different values,
-    and no import of a zygote may read it.
+    and no import of a zygote may read it. ``("start", key, value)`` is a variable that was changed
+    when the interpreter started, which must be so in the zygote, too.
     """
 
     lines: tuple[RecipeLine, ...]
@@ -89,7 +90,8 @@ class ImportRecipe:
             installed: Folders of the standard library and of installed packages.
 
         Raises:
-            ValueError: If a record cannot be read.
+            ValueError: If a record cannot be read, or variables were changed differently in workers
+                when their interpreters started.
         """
         workers: list[list[RecipeLine]] = []
         for text in records:
@@ -103,6 +105,15 @@ class ImportRecipe:
             while lines and lines[-1][0] == "env":  # no import follows this change
                 lines.pop()
             workers.append(lines)
+        starts = [[x for x in lines if x[0] == "start"] for lines in workers if lines]
+        if any(changed != starts[0] for changed in starts):
+            first, other = next((starts[0], changed) for changed in starts if changed != starts[0])
+            names = ", ".join(sorted({name for _, name, _ in {*first} ^ {*other}}))
+            raise ValueError(
+                "sitecustomize, usercustomize or a .pth file sets variables differently in the "
+                f"workers of this node; expected the same value in each, found others of {names}: "
+                "set them in the script"
+            )
         differing = _variables_that_differ(workers)
         merged: list[RecipeLine] = []
         for lines in workers:
@@ -136,10 +147,10 @@ class ImportRecipe:
     def shared(self) -> bool:
         """Whether other nodes may use the recipe.
 
-        They may not if the script puts values into ``os.environ``. Such values may be secrets, or
-        valid for one rank only.
+        They may not if the script, or code at the start of the interpreter, puts values into
+        ``os.environ``. Such values may be secrets, or valid for one rank only.
         """
-        return not any(what in ("env", "rank") for what, _, _ in self.lines)
+        return not any(what in ("env", "rank", "start") for what, _, _ in self.lines)
 
     @property
     def imports(self) -> set[str]:

@@ -37,7 +37,8 @@ OF_ENVIRON = ("os.py", "<frozen os>", "_collections_abc.py", "<frozen _collectio
 def main() -> None:
     """Run ``python -u -c OBSERVED_START RECORD INSTALLED [-m] SCRIPT ARGS…`` as a cold start."""
     record, installed, *argv = sys.argv[1:]
-    watch(record, tuple(installed.split(os.pathsep)))
+    changes = changes_at_start()
+    watch(record, tuple(installed.split(os.pathsep)), changes)
     start_probe()
     run_script([sys.executable, "-u", *argv])
 
@@ -196,7 +197,30 @@ def _show_command_line(command: list[str]) -> None:
 # --- Observation ---
 
 
-def watch(record: str, installed: tuple[str, ...]) -> None:
+def changes_at_start() -> "dict[str, str | None]":
+    """Return the variables that code has changed which ran when the interpreter started.
+
+    Such code is in sitecustomize, usercustomize and .pth files. A zygote runs it without the
+    variables of a rank. The value of a removed variable is None.
+
+    Raises:
+        OSError: The environment at the start of the process cannot be read.
+    """
+    with open("/proc/self/environ", "rb") as file:
+        pairs = [pair.partition(b"=") for pair in file.read().split(b"\0")]
+    before = {
+        os.fsdecode(name): os.fsdecode(value) for name, equals, value in pairs[::-1] if equals
+    }
+    now: dict[str, str | None] = dict(os.environ)  # noqa: TID251 - the script's variables
+    changed = {name: now.get(name) for name in {*before, *now} if now.get(name) != before.get(name)}
+    if "LC_CTYPE" not in before:
+        changed.pop("LC_CTYPE", None)  # Python itself sets it in the C locale
+    return changed
+
+
+def watch(
+    record: str, installed: tuple[str, ...], changes: "dict[str, str | None] | None" = None
+) -> None:
     """Record all later imports, and the script's changes to ``os.environ``, in a file.
 
     The function installs a finder before the one that searches ``sys.path``. A finder costs nothing
@@ -205,7 +229,8 @@ def watch(record: str, installed: tuple[str, ...]) -> None:
 
     The file is mapped into memory, so that the record of a killed worker is complete. Each line is
     a tuple in Python's syntax: ``('import', name, origin)``, ``('env', key, value)`` or
-    ``('env', key, None)``. An import that failed is recorded too, because it will fail again.
+    ``('env', key, None)``. An import that failed is recorded too, because it will fail again. The
+    first lines are ``('start', key, value)``, of :func:`changes_at_start`.
 
     If the file cannot be mapped, nothing is recorded. The record ends before the first line that
     does not fit: a later one may depend on it.
@@ -214,6 +239,7 @@ def watch(record: str, installed: tuple[str, ...]) -> None:
         record: Path of a file of zeros, as large as the record may become. Its space must be
             reserved: without a free block, a write to memory kills the process.
         installed: Folders of the standard library and of installed packages.
+        changes: What :func:`changes_at_start` has found; None in a forked worker.
 
     Raises:
         OSError: The file cannot be opened.
@@ -252,6 +278,9 @@ def watch(record: str, installed: tuple[str, ...]) -> None:
             # A signal handler may note a line of its own during the copy, behind this one.
             place, at = at, at + length
             copy(place, line, length)
+
+    for variable in sorted(changes or ()):
+        note("start", variable, (changes or {})[variable])
 
     class Finder:
         """A finder that records imports, and otherwise does what PathFinder does."""

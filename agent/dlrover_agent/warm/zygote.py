@@ -23,7 +23,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from types import FrameType, ModuleType
 from typing import Any, NamedTuple
 
@@ -146,11 +146,12 @@ def main() -> None:
     A zygote and a store do not return: they end with the agent. In a worker the call returns when
     the script has run, or raises what the script has raised.
     """
+    changes = script.changes_at_start()
     orders = _read_orders(sys.argv[1])
     line = socket.socket(fileno=orders.socket)
     line.set_inheritable(False)
     end_with_parent(orders.agent)
-    fork = Zygote(orders, line).run()
+    fork = Zygote(orders, line, changes).run()
     if isinstance(fork.task, StoreTask):
         serve_store(fork.task.store, fork.fds[0], fork.control.detach())
     argv, observe = fork.task.argv, fork.task.observe
@@ -175,8 +176,17 @@ def _read_orders(path: str | bytes) -> ZygoteConfig:
 class Zygote:
     """The zygote process: it builds itself from a recipe, and then serves requests to fork."""
 
-    def __init__(self, orders: ZygoteConfig, line: socket.socket) -> None:
-        self._orders, self._line = orders, line
+    def __init__(
+        self, orders: ZygoteConfig, line: socket.socket, changes: dict[str, str | None]
+    ) -> None:
+        """Take what the zygote is told; nothing is imported yet.
+
+        Args:
+            orders: Its configuration.
+            line: Its socket to the agent.
+            changes: What :func:`dlrover_agent.warm.script.changes_at_start` has found.
+        """
+        self._orders, self._line, self._changes = orders, line, changes
         self._set_by_imports: dict[str, str] = {}
         """Environment variables that imports have set."""
         self._files: dict[str, tuple[int, int]] = {}
@@ -238,7 +248,7 @@ class Zygote:
         An import that fails is skipped, because the script's own import will fail, too. The result
         lists the modules that forbid forks, if they are known, with all modules that import them.
         """
-        before, held = dict(os.environ), _shared_resources()
+        before, held = dict(os.environ), _open_files((0, 1, 2, self._line.fileno()))
         by_script: dict[str, str | None] = {}
         faults: dict[str, str] = {}
         graph = ImportGraph()
@@ -284,11 +294,19 @@ class Zygote:
             if origin := _origin(module):
                 self._remember_file(origin)
         compiler.compute_digests(self._remember_file)
+        at_start = {name: value for what, name, value in self._orders.recipe if what == "start"}
+        if at_start != self._changes:
+            names = {name for name, _ in {*at_start.items()} ^ {*self._changes.items()}}
+            return ZygoteFitness(
+                "sitecustomize, usercustomize or a .pth file sets variables otherwise in the "
+                f"workers than in the zygote, which has no rank: {', '.join(sorted(names))}"
+            )
         for what, name, origin in self._orders.recipe:
             if what == "own" and name in sys.modules:
                 return ZygoteFitness(f"{name} is not the module of the script ({origin})")
         if new := _shared_resources() - held:
-            return ZygoteFitness(f"an import has opened {', '.join(sorted(new))}")
+            opened = ", ".join(sorted(new))
+            return ZygoteFitness(f"an import, or code at the interpreter's start, opened {opened}")
         if logging.root.handlers:
             return ZygoteFitness("an import has configured logging")
         return self._test_fork()
@@ -431,7 +449,7 @@ class Zygote:
         for fd, number in zip(fds, (1, 2), strict=True):
             os.dup2(fd, number)
             os.close(fd)
-        env = {**task.env, **self._set_by_imports}
+        env = {**task.env, **self._changes, **self._set_by_imports}
         for name in {*os.environ, *env}:
             if os.environ.get(name) != env.get(name):
                 _set_variable(name, env.get(name))
@@ -604,12 +622,17 @@ def _shared_resources() -> set[str]:
             fields = line.split(maxsplit=5)
             if fields[1].startswith("rw-s") or "/dev/nvidia" in line:
                 held.add(fields[5].strip() if len(fields) > 5 else "shared memory")
-    for fd in os.listdir("/proc/self/fd"):
+    shared = ("socket:", "anon_inode:", "/dev/nvidia", "/dev/kfd", "/dev/dri")
+    return held | {x for x in _open_files(os.listdir("/proc/self/fd")) if x.startswith(shared)}
+
+
+def _open_files(fds: Iterable[str | int]) -> set[str]:
+    """Return what these descriptors of this process are open for, without those that are closed."""
+    found = set()
+    for fd in fds:
         with contextlib.suppress(OSError):
-            target = os.readlink(f"/proc/self/fd/{fd}")
-            if target.startswith(("socket:", "anon_inode:", "/dev/nvidia", "/dev/kfd", "/dev/dri")):
-                held.add(target)
-    return held
+            found.add(os.readlink(f"/proc/self/fd/{fd}"))
+    return found
 
 
 def _fork() -> int:
