@@ -6,7 +6,10 @@ import signal
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TypeVar
+
+import pytest
 
 from dlrover_agent.child_processes import ChildRegistry
 from dlrover_agent.core import Event, WorkerEnded, WorkersGone, WorkersStuck
@@ -17,6 +20,7 @@ from dlrover_agent.workers.logs import Logs
 from dlrover_agent.workers.supervisor import WorkerSupervisor
 from dlrover_agent.workers.worker import Worker
 from dlrover_py.process.identity import children
+from dlrover_py.process.recipe_cache import KeptRecipe
 from dlrover_py.protocol.agents import Assignment, Directive, FailureKind
 from tests.slots import no_more_files
 
@@ -27,12 +31,13 @@ class Observer:
     def __init__(self) -> None:
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.started = asyncio.Event()
+        self.step: int | None = None
 
     def post(self, event: Event) -> None:
         self.events.put_nowait(event)
 
     def last_step(self, local_rank: int) -> int | None:
-        return None
+        return self.step
 
     def worker_failed(self) -> None:
         pass
@@ -79,10 +84,12 @@ Kind = TypeVar("Kind", bound=WorkerSupervisor)
 
 
 @asynccontextmanager
-async def started(kind: type[Kind]) -> AsyncIterator[tuple[Kind, Observer]]:
+async def started(
+    kind: type[Kind], argv: tuple[str, ...] = ("sleep", "100")
+) -> AsyncIterator[tuple[Kind, Observer]]:
     """A supervisor that begins to start one worker, and what it reports; for a minute at most."""
     observer, scratch = Observer(), ScratchFolder()
-    command = Command(("sleep", "100"), 1, os.environ, cold="the test starts it")
+    command = Command(argv, 1, os.environ, cold="the test starts it")
     workers = kind(
         command,
         dict(os.environ),
@@ -139,3 +146,37 @@ async def test_a_worker_that_survives_sigkill_is_stuck() -> None:
         os.kill(pid, signal.SIGKILL)
         assert isinstance(await observer.events.get(), WorkerEnded)
         assert isinstance(await observer.events.get(), WorkersGone)
+
+
+class Keeper:
+    """Keeps no recipe, and counts how often one is removed."""
+
+    def __init__(self) -> None:
+        self.removals = 0
+
+    def load(self, key: str) -> KeptRecipe | None:
+        return None
+
+    def store(self, key: str, recipe: KeptRecipe) -> None:
+        raise AssertionError("there is none to keep")
+
+    def remove(self, key: str) -> bool:
+        self.removals += 1
+        return False
+
+
+@pytest.mark.parametrize(("step", "removals"), [(None, 1), (3, 0)])
+async def test_a_recipe_stays_if_a_worker_that_has_trained_fails(
+    tmp_path: Path, step: int | None, removals: int
+) -> None:
+    """It failed in its first 10 s, but after a step: its start was not at fault."""
+    os.mkfifo(go := tmp_path / "go")
+    (script := tmp_path / "train.sh").write_text(f"read line < {go}\nexit 1\n")
+    async with started(WorkerSupervisor, ("sh", "-e", str(script))) as (workers, observer):
+        observer.step, keeper = step, Keeper()
+        workers.warm.shelf.use(keeper)
+        await workers.warm.shelf.find(60)
+        await asyncio.to_thread(go.write_text, "go\n")
+        assert isinstance(await observer.events.get(), WorkerEnded)
+        await workers.warm.shelf.find(60)  # what came before it in the thread is done
+        assert keeper.removals == removals

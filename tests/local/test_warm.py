@@ -39,7 +39,13 @@ class Node:
     """What keeps a zygote that imports one module of a test's."""
 
     def __init__(
-        self, folder: Path, module: str, timing: BuildTiming, *, early: bool = False
+        self,
+        folder: Path,
+        module: str,
+        timing: BuildTiming,
+        *,
+        early: bool = False,
+        cpus: frozenset[int] = frozenset(),
     ) -> None:
         self.go = folder / "go"
         """A FIFO: who opens it waits for the other side."""
@@ -52,6 +58,7 @@ class Node:
                 [sys.executable, "-u", str(folder / "train.py")],
                 {"PYTHONPATH": str(folder), "GO": str(self.go)},
                 ["LOCAL_RANK"],
+                cpus,
             ),
             disabled_reason="",
             scratch=folder,
@@ -494,6 +501,21 @@ async def test_when_memory_is_short_the_zygote_is_killed_before_the_workers(
     await node.started()
     own = Path("/proc/self/oom_score_adj").read_text().strip()
     assert Path(f"{node.go}.score").read_text() == own
+    await node.close()
+
+
+SAY_CPUS = """
+import os
+open(os.environ["GO"] + ".cpus", "w").write(str(os.sched_getaffinity(0)))
+"""
+
+
+async def test_imports_of_a_zygote_count_the_cpus_of_the_workers(tmp_path: Path) -> None:
+    """OpenMP sizes its pool of threads when it is loaded."""
+    cpus = frozenset([max(os.sched_getaffinity(0))])
+    node = Node(tmp_path, SAY_CPUS, BuildTiming(), cpus=cpus)
+    await node.until(lambda: node.warm.ready)
+    assert Path(f"{node.go}.cpus").read_text() == str({*cpus})
     await node.close()
 
 

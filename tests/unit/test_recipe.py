@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import socket
 import sysconfig
 import zlib
 from pathlib import Path
@@ -13,9 +14,15 @@ from hypothesis import strategies as st
 
 from dlrover_agent.warm import pool
 from dlrover_agent.warm.pool import ImportRecipe
-from dlrover_agent.warm.zygote import _importable, _watched_environment, origin_before_import
+from dlrover_agent.warm.zygote import (
+    Zygote,
+    _importable,
+    _watched_environment,
+    origin_before_import,
+)
 from dlrover_agent.warm.zygote_start import may_begin_with
 from dlrover_py.protocol.recipe import decode_record
+from dlrover_py.protocol.zygote import ZygoteConfig
 
 SITE = ("/site/", "/lib/")
 TORCH = ("import", "torch", "/site/torch/__init__.py")
@@ -207,6 +214,20 @@ def test_a_function_that_looks_for_a_librarys_own_variables_is_no_reader_of_the_
         )
         assert os.environ.get("NO_SUCH_NAME") is None
     assert looked == []
+
+
+def test_a_start_in_a_deleted_folder_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The zygote ended with a traceback instead."""
+    (folder := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        zygote = Zygote(ZygoteConfig(theirs.fileno(), os.getpid(), [], []), theirs, {})
+        why = zygote._refusal_reason(["python", "-u", "-m", "train"])
+    assert why == "the working directory was deleted, and a start with -m expects it"
 
 
 def test_what_an_import_would_run_is_known_before(

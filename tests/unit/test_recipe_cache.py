@@ -43,12 +43,13 @@ class Site:
         self.script = folder / "train.py"
         for file in (self.library, self.own, self.script):
             file.write_text("A = 1\n")
+        self.command = [str(self.script)]
         self.args, self.env = ["--lr", "0.1"], {"TORCH_LOGS": "", "TERM": "a"}
         self.now = 1e9
 
     def run(self, *, later_s: float = 3600.0) -> EarlierRun:
         self.now += later_s
-        argv = ["python", "-u", str(self.script), *self.args]
+        argv = ["python", "-u", *self.command, *self.args]
         return EarlierRun(self.cache, argv, self.env, [f"{self.site}/"], wall=lambda: self.now)
 
     def keep(self) -> None:
@@ -242,3 +243,20 @@ def test_the_master_of_a_cluster_keeps_it_unless_a_folder_is_named(
 ) -> None:
     authority = {} if ca_file is None else {"DLROVER_CA_FILE": ca_file}
     assert Settings.from_environment(environ | authority).recipes_with_master is with_master
+
+
+def test_a_module_of_an_installed_package_has_a_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is on the agent's path, for example by the .pth file of an editable package."""
+    site = Site(tmp_path)
+    (package := tmp_path / "source" / "trainer_package").mkdir(parents=True)
+    (package / "__main__.py").write_text("A = 1\n")
+    site.command = ["-m", "trainer_package"]
+    with pytest.raises(FileNotFoundError, match="its file is not known"):
+        site.run().load()
+    monkeypatch.syspath_prepend(str(package.parent))
+    site.keep()
+    assert site.run().load() is not None
+    (package / "__main__.py").write_text("A = 2\n")
+    assert site.run().load() is None, "it has changed"

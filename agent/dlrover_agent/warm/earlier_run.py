@@ -282,13 +282,15 @@ class EarlierRun:
         """Return the path of the script, or of the module that is run with ``-m``.
 
         Raises:
-            FileNotFoundError: The module is neither in the working directory nor on PYTHONPATH.
+            FileNotFoundError: The module is neither in the working directory, nor on PYTHONPATH,
+                nor on the agent's own path, which has installed packages.
         """
         name = self._argv[2]
         if name != "-m":
             return name
         module = self._argv[3].replace(".", "/")
-        for folder in (os.getcwd(), *self._env.get("PYTHONPATH", "").split(os.pathsep)):
+        python_path = self._env.get("PYTHONPATH", "").split(os.pathsep)
+        for folder in (os.getcwd(), *python_path, *sys.path):
             for path in (f"{folder}/{module}.py", f"{folder}/{module}/__main__.py"):
                 if os.path.isfile(path):
                     return path

@@ -377,7 +377,10 @@ class Zygote:
         for path, state in self._files.items():
             if _file_state(path) != state:
                 return f"{path} has changed"
-        own = os.getcwd() if argv[2] == "-m" else os.path.dirname(os.path.realpath(argv[2]))
+        try:
+            own = os.getcwd() if argv[2] == "-m" else os.path.dirname(os.path.realpath(argv[2]))
+        except FileNotFoundError:
+            return "the working directory was deleted, and a start with -m expects it"
         installed = os.path.dirname(os.__file__)
         before = [own, *sys.path[: sys.path.index(installed)]] if installed in sys.path else [own]
         if sys.flags.safe_path:

@@ -42,6 +42,8 @@ class WorkerProgram:
     """Environment, without variables that differ by rank."""
     per_rank: Sequence[str]
     """Names of the variables that differ by rank."""
+    cpus: frozenset[int] = frozenset()
+    """CPUs on which the workers of this node run; empty for all CPUs of the agent."""
 
 
 @dataclass(slots=True)
@@ -187,6 +189,8 @@ class ZygoteStarter:
             )
         except NotOwnedError as error:
             raise ZygoteLostError(f"it cannot be started: {error}") from error
+        except subprocess.SubprocessError as error:
+            raise ZygoteLostError(f"it cannot be started on the workers' CPUs: {error}") from error
         except OSError as error:  # OverdueError, too
             raise ZygoteLostError(f"it cannot be started: {error.strerror or error}") from error
         self._children.non_worker_pids.add(zygote.process.pid)
@@ -204,6 +208,7 @@ class ZygoteStarter:
         Raises:
             NotOwnedError: Another user has made the folder of the files again.
             OSError: The process cannot be started, or a file cannot be written.
+            subprocess.SubprocessError: The process may not run on the CPUs.
         """
         output, config = stem.with_suffix(".log"), stem.with_suffix(".json")
         program = self._program
@@ -214,6 +219,8 @@ class ZygoteStarter:
             with zygote_end, output.open("wb") as output_file:
                 # It reserves space in which workers show their own command line.
                 room = program.argv[2:]
+                # Libraries count the CPUs when they are loaded, and size their pools of threads.
+                bind = functools.partial(os.sched_setaffinity, 0, program.cpus)
                 process = subprocess.Popen(
                     [
                         *program.argv[:2],
@@ -227,6 +234,7 @@ class ZygoteStarter:
                     stdout=output_file,
                     stderr=output_file,
                     start_new_session=True,
+                    preexec_fn=bind if program.cpus else None,
                 )
             session = ProcessId.of(process.pid)
             return ZygoteProcess(process, session, agent_end, output, config, early)

@@ -125,7 +125,8 @@ class WorkerSupervisor:
         """
         self._command, self._scratch = command, scratch
         self._children, self._observer = children, observer
-        program = WorkerProgram(command.argv, env, per_rank(command))
+        cpus = frozenset().union(*command.cpus)
+        program = WorkerProgram(command.argv, env, per_rank(command), cpus)
         self.warm = WarmPool(
             program,
             disabled_reason=command.cold,
@@ -567,7 +568,7 @@ class WorkerSupervisor:
             return
         if not self._stopped and sum(w.ended for w in self._workers) == 1:
             self._observer.worker_failed()
-            if worker.is_young and code != -signal.SIGKILL:
+            if worker.is_young and step is None and code != -signal.SIGKILL:
                 self.warm.shelf.distrust(forked=worker.child is not None)
         stopped = self._stopped and -code in (*self._command.signals, signal.SIGKILL)
         succeeded = [w.rank for w in self._workers if w.succeeded]
