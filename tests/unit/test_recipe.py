@@ -226,7 +226,7 @@ def test_a_start_in_a_deleted_folder_is_refused(
     ours, theirs = socket.socketpair()
     with ours, theirs:
         zygote = Zygote(ZygoteConfig(theirs.fileno(), os.getpid(), [], []), theirs, {})
-        why = zygote._refusal_reason(["python", "-u", "-m", "train"])
+        why = zygote.refusal_reason(["python", "-u", "-m", "train"])
     assert why == "the working directory was deleted, and a start with -m expects it"
 
 

@@ -215,7 +215,7 @@ class Zygote:
             except ValueError as error:
                 refusal = f"the request is not understood: {error}"
             else:
-                refusal = self._refusal_reason(request.checked) if request.checked else ""
+                refusal = self.refusal_reason(request.checked) if request.checked else ""
             if not refusal and fds:
                 try:
                     pids, fork = self._fork(fds)
@@ -366,7 +366,7 @@ class Zygote:
 
     # --- Requests ---
 
-    def _refusal_reason(self, argv: Sequence[str]) -> str:
+    def refusal_reason(self, argv: Sequence[str]) -> str:
         """Return why a cold start would import other modules than the zygote has.
 
         The result is empty if it would import the same.
