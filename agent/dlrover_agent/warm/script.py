@@ -201,13 +201,14 @@ def changes_at_start() -> "dict[str, str | None]":
     """Return the variables that code has changed which ran when the interpreter started.
 
     Such code is in sitecustomize, usercustomize and .pth files. A zygote runs it without the
-    variables of a rank. The value of a removed variable is None.
-
-    Raises:
-        OSError: The environment at the start of the process cannot be read.
+    variables of a rank. The value of a removed variable is None. Nothing is found if the kernel
+    does not show the environment at the start: a worker must not fail for this.
     """
-    with open("/proc/self/environ", "rb") as file:
-        pairs = [pair.partition(b"=") for pair in file.read().split(b"\0")]
+    try:
+        with open("/proc/self/environ", "rb") as file:
+            pairs = [pair.partition(b"=") for pair in file.read().split(b"\0")]
+    except OSError:
+        return {}
     before = {
         os.fsdecode(name): os.fsdecode(value) for name, equals, value in pairs[::-1] if equals
     }
