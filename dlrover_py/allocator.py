@@ -51,6 +51,8 @@ PATIENCE_S = 3600.0
 """Seconds for which smaller jobs may start before a waiting job that does not fit yet."""
 RECLAIMS = 3
 """Reclaimed nodes within :data:`HORIZON_S` after which a spot pool gets no further nodes."""
+RECLAIMED = 0.05
+"""The same as a fraction of the pool, if that is more: a large pool loses some hosts each hour."""
 
 SpotPolicy = Literal["onDemandMin", "any"]
 """``onDemandMin``: a job starts with its minimum on stable hosts, and keeps it there if it can.
@@ -223,12 +225,15 @@ class Pool:
     reclaimed_at: tuple[float, ...] = ()
     """Unix times at which hosts were reclaimed."""
     used: int = 0
-    """Nodes of jobs that exist in the pool."""
+    """Nodes of jobs that exist in the pool, or were granted there."""
 
     def usable(self, now: float) -> int:
-        """Return the nodes that jobs may have: no more than now if it keeps reclaiming."""
+        """Return the nodes that jobs may have beyond minima.
+
+        They are no more than now if it keeps reclaiming. Minima may be on all of its hosts.
+        """
         recent = sum(abs(now - at) < HORIZON_S for at in self.reclaimed_at)
-        closed = self.spot and recent >= RECLAIMS
+        closed = self.spot and recent >= max(RECLAIMS, RECLAIMED * self.nodes)
         return min(self.nodes, self.used) if closed else self.nodes
 
 
@@ -337,15 +342,18 @@ def allocate(
     """
     usable = {pool.name: max(0, pool.usable(now)) for pool in pools}
     total = sum(usable.values())
+    every = sum(max(0, pool.nodes) for pool in pools)
     stable = sum(usable[pool.name] for pool in pools if not pool.spot)
     order = _in_order(demands)
-    shares, waiting = _admitted(order, total, stable, now, hold_s)
+    shares, waiting = _admitted(order, every, stable, now, hold_s)
     free = _fitted(shares, total)
     free = _grown(shares.values(), free)
     _exchanged(shares.values(), free, max(1, int(CHURN * total)))
     granted = {
         name: replace(one, standbys=shares[name].standbys if name in shares else 0)
-        for name, one in _when_gone(order, shares, waiting, total - busy, now).items()
+        for name, one in _when_gone(
+            order, shares, waiting, total - busy, now, for_minima=every - total
+        ).items()
     }
     return _placed(granted, order, pools, usable)
 
@@ -567,6 +575,8 @@ def _when_gone(
     waiting: Mapping[str, str],
     total: int,
     now: float,
+    *,
+    for_minima: int = 0,
 ) -> dict[str, Allocation]:
     """Return what each job may have now: less at once, more only of hosts that are seen free.
 
@@ -579,6 +589,7 @@ def _when_gone(
         waiting: why each of the others has none.
         total: nodes that can be used now.
         now: Unix time.
+        for_minima: further nodes that only the minimum of a job may have.
     """
     granted: dict[str, Allocation] = {}
     free = total
@@ -609,6 +620,8 @@ def _when_gone(
         nodes, short = goal, goal + standbys - has - free
         if short > 0:
             nodes = demand.fit(goal - short)
+            if share.least + standbys - has <= free + for_minima:
+                nodes = max(nodes, share.least)
             if nodes <= before or nodes < share.least or (shrinks and before):
                 text = f"{before}→{goal}: waits until other jobs have given "
                 text += f"{counted(short, 'node')} back"
@@ -733,10 +746,12 @@ def _placed(
     """
     stable = _Rooms({pool.name: usable[pool.name] for pool in pools if not pool.spot})
     spot = _Rooms({pool.name: usable[pool.name] for pool in pools if pool.spot})
+    # Pools that keep reclaiming have these for minima alone, and only if no other pool has room.
+    last = _Rooms({pool.name: max(0, pool.nodes - usable[pool.name]) for pool in pools})
     where: dict[str, dict[str, int]] = {demand.name: {} for demand in order}
     most = {name: one.nodes + (one.standbys if one.nodes else 0) for name, one in granted.items()}
     left = sum(stable.left.values())
-    for choosy, rooms in ((True, (stable,)), (False, (spot, stable))):
+    for choosy, rooms in ((True, (stable,)), (False, (spot, stable, last))):
         least: list[tuple[Demand, dict[str, int], int]] = []
         for demand in order:
             if (demand.spot_policy == "onDemandMin") is choosy:
@@ -757,4 +772,6 @@ def _placed(
     for demand in order:
         for room in (spot, stable):
             room.add(where[demand.name], most[demand.name], demand.avoids)
+        nodes = min(demand.least, granted[demand.name].nodes)
+        last.add(where[demand.name], nodes, demand.avoids)
     return {name: replace(one, pools=where[name]) for name, one in granted.items()}

@@ -93,6 +93,8 @@ class Host:
     """Whether it may be taken away at short notice."""
     taints: frozenset[Taint] = frozenset()
     """What a Pod must tolerate to be placed there."""
+    leaving: bool = False
+    """Whether a taint says that it is about to be taken away."""
 
     def lost_in(self, now: float) -> float:
         """Return after how many seconds it counts as lost; 0 if it does not count any more.
@@ -141,7 +143,7 @@ class Host:
             ready, lost_at = False, None
         slots = min(rooms, default=1)
         usable = ready and not cordoned
-        return cls(obj["metadata"]["name"], slots, usable, lost_at, pool, spot, taints)
+        return cls(obj["metadata"]["name"], slots, usable, lost_at, pool, spot, taints, leaving)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +274,6 @@ def decide(
     for uid, key in asking.items():
         demand, granted = demands[key]
         pools = placed.pop(uid, Counter())
-        used += pools
         size = max(demand.size, pools.total() - demand.standbys)
         standing = min(demand.standbys, max(0, pools.total() - size))
         promised = Counter(
@@ -282,6 +283,8 @@ def decide(
                 if place.name and place.name not in demand.avoids
             }
         )
+        # A Pod that is missing will be created again: it leaves no room to others.
+        used += pools | promised
         policy = demand.spot_policy if shared.pool_label else "any"
         demand = replace(demand, size=size, standing=standing, spot_policy=policy)
         demands[key] = replace(demand, placed=pools | promised), granted
@@ -613,8 +616,9 @@ def reclaimed(
 ) -> tuple[list[str], dict[str, str]]:
     """Return the pools of spot hosts that were taken away, and the hosts to watch from now on.
 
-    A host with Pods of workers is watched. If it vanishes or takes no new Pods any more, it was
-    taken away.
+    A host with Pods of workers is watched. If it vanishes, or a taint announces that, it was taken
+    away. One that an administrator has cordoned is watched no more. One that is not ready may come
+    back: it is watched on.
 
     Args:
         watched: pools of the hosts to watch, by their names, as the last call returned them.
@@ -622,10 +626,15 @@ def reclaimed(
         pods: all Pods of workers.
         now: Unix time.
     """
-    usable = {host.name: host.pool for host in hosts if host.spot and host.usable(now)}
+    staying = {host.name: host for host in hosts if not host.leaving}
     busy = {pod.host for pod in pods if pod.holds}
-    gone = [pool for name, pool in watched.items() if name not in usable]
-    return gone, {name: pool for name, pool in usable.items() if name in busy}
+    gone = [pool for name, pool in watched.items() if name not in staying]
+    return gone, {
+        name: host.pool
+        for name, host in staying.items()
+        if host.spot
+        and ((name in busy and host.usable(now)) or (name in watched and host.lost_at is not None))
+    }
 
 
 def _not_ready(hosts: Iterable[Host], pods: Iterable[HeldPod], now: float) -> int:

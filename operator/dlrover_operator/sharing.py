@@ -4,13 +4,13 @@ import asyncio
 import bisect
 import logging
 import math
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 from dlrover_operator.allotment import HeldPod, Host, SharedHosts, decide, hold, reclaimed
 from dlrover_operator.observed import Key, Obj
 from dlrover_operator.views import Views
-from dlrover_py.allocator import RECLAIMS
+from dlrover_py.allocator import HORIZON_S
 from dlrover_py.kubernetes.client import KubeClient
 from dlrover_py.kubernetes.kinds import NODES, PODS, Kind
 from dlrover_py.protocol import names
@@ -56,9 +56,9 @@ class Sharing:
         """Seconds until the next decision if nothing changes."""
         self._watched: dict[str, str] = {}
         """Pools of the spot hosts with Pods of workers, by the names of the hosts."""
-        self._reclaims: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=RECLAIMS))
-        """Unix times of the last reclaims of such hosts, by pool. After a restart of the operator,
-        none are known: spot pools are open again."""
+        self._reclaims: defaultdict[str, list[float]] = defaultdict(list)
+        """Unix times of the reclaims of such hosts that still count, by pool. After a restart of
+        the operator, none are known: spot pools are open again."""
 
     async def follow(self) -> None:
         """Observe hosts and Pods until the task is canceled. Errors of the server do not end it."""
@@ -103,7 +103,8 @@ class Sharing:
         if self._shared.pool_label:
             gone, self._watched = reclaimed(self._watched, hosts, pods, now)
             for pool in gone:
-                self._reclaims[pool].append(now)
+                recent = [at for at in self._reclaims[pool] if abs(now - at) < HORIZON_S]
+                self._reclaims[pool] = [*recent, now]
                 log.warning("spot_host_reclaimed", extra={"pool": pool})
         found = decide(jobs, hosts, pods, self._shared, now, self._reclaims)
         self.again_s = min((s for h in hosts if (s := h.lost_in(now))), default=math.inf)

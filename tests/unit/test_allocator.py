@@ -511,6 +511,17 @@ def test_a_spot_pool_that_keeps_reclaiming_gets_no_more_nodes() -> None:
     bad = replace(spot, used=2, reclaimed_at=(NOW - 9, NOW - 600, NOW - 60))
     assert allocate([one], [stable, bad], NOW)["a"].pools == {"s": 2, "spot": 2}
     assert nodes(allocate([one], [stable, bad], NOW + 3600)) == {"a": 8}
+    large = replace(spot, nodes=80, used=2, reclaimed_at=(NOW - 9, NOW - 600, NOW - 60))
+    assert nodes(allocate([one], [stable, large], NOW)) == {"a": 8}, "few, for so many hosts"
+
+
+def test_a_minimum_may_start_in_a_pool_that_keeps_reclaiming_if_no_other_has_room() -> None:
+    stable = Pool(name="s", nodes=2)
+    bad = Pool(name="spot", nodes=9, spot=True, used=2, reclaimed_at=(NOW,) * 3)
+    old = job("a", 2, 8, granted=2, placed={"spot": 2})
+    found = allocate([old, job("b", 4, 8)], [stable, bad], NOW)
+    assert nodes(found) == {"a": 2, "b": 4}
+    assert found["b"].pools == {"s": 2, "spot": 2}
 
 
 def test_racks_stay_whole_and_the_smallest_part_is_given_up() -> None:

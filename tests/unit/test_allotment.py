@@ -11,6 +11,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from dlrover_operator.allotment import (
+    LEAVING,
     LOST_S,
     HeldPod,
     Host,
@@ -650,6 +651,8 @@ def test_a_pool_that_keeps_reclaiming_gets_no_further_nodes() -> None:
     for host in ("b0", "b1"):
         world.hosts = [one for one in world.hosts if one.name != host]
         world.pods = [pod for pod in world.pods if pod.host != host]
+    world.settle()
+    assert world.allocation("a").nodes == 3, "their hosts are gone"
     world.hosts += [Host(f"b{n}", 1, True, pool="cheap", spot=True) for n in (8, 9)]
     world.reclaims = {"cheap": [world.now + 3000] * 3}
     world.settle()
@@ -657,6 +660,30 @@ def test_a_pool_that_keeps_reclaiming_gets_no_further_nodes() -> None:
     world.reclaims = {}
     world.settle()
     assert world.placed("a") == {"stable": 2, "cheap": 3}
+
+
+def test_a_missing_pod_takes_no_node_away_while_its_pool_keeps_reclaiming() -> None:
+    world = Pools.of(0, 40, job("a", 12, 2), job("b", 20, 20))
+    world.settle()
+    assert [world.allocation(name).nodes for name in "ab"] == [12, 20]
+    world.reclaims = {"cheap": [world.now + 3000] * 20}
+    for name in "ab":
+        world.pods.remove(next(pod for pod in world.pods if pod.job[1] == f"u-{name}"))
+    written = decide(
+        world.jobs.values(), world.hosts, world.pods, POOLED, world.now + 600, world.reclaims
+    )
+    assert not [one for one in written.values() if one.nodes not in (12, 20)], written
+    world.settle()
+    assert [world.placed(name)["cheap"] for name in "ab"] == [12, 20]
+
+
+def test_a_minimum_gets_nodes_of_a_pool_that_keeps_reclaiming() -> None:
+    world = Pools.of(0, 10, job("a", 4, 2))
+    world.settle()
+    world.reclaims = {"cheap": [world.now + 3000] * 3}
+    world.jobs["b"] = job("b", 6, 3)
+    world.settle()
+    assert world.placed("b") == {"cheap": 3}, "its minimum, and no further node"
 
 
 def test_pods_from_before_there_were_pools_stay_where_they_are() -> None:
@@ -757,11 +784,30 @@ def test_a_spot_host_with_pods_that_takes_no_more_is_reclaimed_once() -> None:
     assert (gone, watched) == ([], dict.fromkeys(("b0", "b1", "b2"), "cheap"))
     late = [replace(h, open=False, lost_at=NOW) if h.name == "b0" else h for h in world.hosts]
     assert reclaimed(watched, late, world.pods, NOW) == ([], watched), "it may come back"
-    gone, after = reclaimed(watched, late, world.pods, NOW + 60)
+    assert reclaimed(watched, late, (), NOW + 60) == ([], {"b0": "cheap"}), "and even later"
+    gone, after = reclaimed(watched, late[:1] + late[2:], world.pods, NOW + 60)
     assert (gone, after) == (["cheap"], dict.fromkeys(("b1", "b2"), "cheap"))
-    assert reclaimed(after, late, world.pods, NOW + 70) == ([], after)
+    assert reclaimed(after, late[:1] + late[2:], world.pods, NOW + 70) == ([], after)
     gone, _ = reclaimed(after, world.hosts[:1], (), NOW)
     assert gone == ["cheap", "cheap"]
+
+
+def test_a_cordon_by_hand_is_no_reclaim_and_the_taint_of_a_cloud_is_one() -> None:
+    world = Pools.of(1, 2, job("a", 2, 1))
+    world.settle()
+    _, watched = reclaimed({}, world.hosts, world.pods, NOW)
+    about = node("b0")
+    about["metadata"]["labels"] = {"k.sh/type": "cheap"}
+    about["spec"] = {"unschedulable": True}
+    by_hand = [replace(Host.of(about, {}, "k.sh/type"), spot=True), *world.hosts[2:]]
+    gone, after = reclaimed(watched, by_hand, world.pods, NOW)
+    assert (gone, after) == ([], {"b1": "cheap"})
+    assert reclaimed(after, world.hosts[2:], world.pods, NOW)[0] == [], "it was drained before"
+    about["spec"]["taints"] = [{"key": LEAVING[1], "effect": "NoSchedule"}]
+    told = [replace(Host.of(about, {}, "k.sh/type"), spot=True), *world.hosts[2:]]
+    gone, after = reclaimed(watched, told, world.pods, NOW)
+    assert (gone, after) == (["cheap"], {"b1": "cheap"})
+    assert reclaimed(after, told, world.pods, NOW) == ([], after), "it counts once"
 
 
 @pytest.mark.parametrize(
