@@ -301,6 +301,23 @@ def test_a_job_without_steps_says_so() -> None:
     assert (found.status, found.reason) == ("False", ConditionReason.NO_PROGRESS)
 
 
+def test_a_job_without_steps_keeps_its_size_after_a_loss() -> None:
+    """Its speed is never known, so no measurement could bring it back to its size."""
+    bench = started(scaling_job(replicas=4), capacity=4)
+    bench.set_capacity(3)
+    bench.kill(NodeId(bench.members[-1]))
+    bench.settle()
+    bench.pass_time(60.0)
+    bench.restart_master()  # what the new one knows, it looks at anew
+    bench.settle()
+    bench.pass_time(60.0)
+    assert (len(bench.members), bench.job.state.scaling.target) == (3, 4)
+    bench.set_capacity(4)
+    bench.settle()
+    assert len(bench.members) == 4
+    assert "ScaledDown" not in bench.reasons()
+
+
 def test_a_loss_waits_for_a_spare_within_its_limit() -> None:
     bench = started(scaling_job(replicas=3, most=3, waitForSpareSeconds=20), capacity=3)
     train(bench, 3)

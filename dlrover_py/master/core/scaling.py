@@ -438,6 +438,8 @@ def _wait_of(record: ScalingRecord, view: View) -> float:
     """Return when missing nodes are given up; infinity if no smaller size can be given back."""
     if not 0 < view.size < view.target or view.coming or view.spec.mode != "auto":
         return math.inf
+    if not view.stepped:
+        return math.inf  # without steps, nothing would ever show that they are worth it again
     if record.short_since is None or _reached(record, view) >= view.target:
         return math.inf
     return min(record.short_since, view.now) + _patience_s(view)
