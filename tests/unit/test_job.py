@@ -862,6 +862,17 @@ def test_nodes_that_fail_without_joining_are_told_so_with_what_to_write() -> Non
     )
 
 
+def test_a_job_with_too_few_nodes_for_its_least_size_ends() -> None:
+    """``minReplicas`` is less than the least allowed size: no round could be formed any more."""
+    scaling = {"mode": "auto", "sizes": [3, 4]}
+    bench = running(elastic_job(3, 2, restarts=0, maxReplicas=4, autoscale=scaling))
+    assert bench.job.status(bench.now, 0.0).minimum == 3
+    bench.kill(N1)
+    bench.settle()
+    assert bench.job.state.phase is JobPhase.FAILED
+    assert bench.job.state.reason.startswith("fewer nodes than the minimum of 3 remain: 1 is not")
+
+
 def stopped(bench: Bench, node: NodeId, *, free: bool = False, by_platform: bool = False) -> None:
     """Its container is stopped, and its agent says so; then its platform says how it has ended."""
     bench.agent(node).leaving = "the agent received SIGTERM"

@@ -50,6 +50,12 @@ def test_the_minimum_is_on_stable_hosts_and_stays_there() -> None:
     assert {n.id for n in bench.job.live.nodes if n.alive} == {"n1", "n4"}, "spot hosts go first"
 
 
+def test_as_many_nodes_are_stable_as_the_least_size_has() -> None:
+    scaling = {"mode": "auto", "sizes": [3, 4]}
+    bench = running(elastic_job(4, 2, maxReplicas=4, autoscale=scaling, **POLICY))
+    assert len(stable(bench)) == 3, "a round needs as many"
+
+
 def test_without_the_policy_or_its_platform_nothing_is_stable() -> None:
     queued = job_file(3, minReplicas=2, **POLICY)
     queued["metadata"]["labels"] = {LABEL_QUEUE: "q"}

@@ -172,7 +172,7 @@ class Admission:
             self._check_from = self.live.now
         if self.state.phase is JobPhase.PENDING:
             fit = self.live.nodes.count(Readiness.READY)
-            if len(able) + fit < self.live.size.minimum:
+            if len(able) + fit < self.live.size.least:
                 return []
             if self.live.size.fit(fit) and not self.checks_first():
                 return []  # the others start without these nodes, which join later
@@ -276,12 +276,12 @@ class Admission:
         would be left, a slow node stays in the job as a good one. For a bad node the job fails
         instead.
         """
-        worker = self.live.spec.worker
+        worker, least = self.live.spec.worker, self.live.size.least
         left = self.live.nodes.present - 1
-        enough = left >= worker.minimum
+        enough = left >= least
         if self.live.rules.can_create:
             left = self._capacity.places - 1
-            enough = node.relaunches < worker.restart_count or left >= worker.minimum
+            enough = node.relaunches < worker.restart_count or left >= least
         slow = finding.verdict is Verdict.SLOW
         reason = f"node {node.id} is {'slow' if slow else 'not fit to train'}: {finding.message}"
         if slow and not enough:
@@ -301,9 +301,7 @@ class Admission:
             warning=True,
         )
         if not enough:
-            message = (
-                f"{reason}; fewer than {counted(worker.minimum, 'node')} {are(worker.minimum)} left"
-            )
+            message = f"{reason}; fewer than {counted(least, 'node')} {are(least)} left"
             self._transitions.end_job(
                 JobPhase.FAILED, EventReason.NETWORK_CHECK_FAILED, message, cause=event
             )

@@ -79,15 +79,15 @@ class Capacity:
         rests = self.state.phase.ended or self.state.phase is JobPhase.SUSPENDED
         if not self.live.rules.can_create or self.unlisted or rests:
             return
-        worker = self.live.spec.worker
+        worker, least = self.live.spec.worker, self.live.size.least
         finishing = self.state.succeeded and self.state.pending_round is None
-        if self.state.abandoned_slots and self.places < worker.minimum and not finishing:
+        if self.state.abandoned_slots and self.places < least and not finishing:
             alone = "" if self.state.round else worker.command_remarks()
             given_up = self.state.abandoned_slots
             self._transitions.end_job(
                 JobPhase.FAILED,
                 EventReason.REPLACEMENTS_EXHAUSTED,
-                f"fewer nodes than the minimum of {worker.minimum} remain: {given_up} "
+                f"fewer nodes than the minimum of {least} remain: {given_up} "
                 f"{are(given_up)} not replaced{f'; {alone}' if alone else ''}"
                 f"{self.live.last_loss and f'; the last loss: {self.live.last_loss}'}",
             )

@@ -27,10 +27,16 @@ class Size:
 
     desired: int
     minimum: int
+    """``minReplicas``. If only some sizes are allowed, a round may need more: ``least``."""
     unit: int
     """The size of a round is a multiple of this number."""
     sizes: tuple[int, ...] = ()
     """The only allowed sizes, ascending; all multiples of the unit if empty."""
+
+    @property
+    def least(self) -> int:
+        """Return the least number of nodes with which a round can be formed."""
+        return next((size for size in self.sizes if size >= self.minimum), self.minimum)
 
     def fit(self, nodes: int) -> int:
         """Return the largest allowed size for this many nodes; 0 if they are too few."""
@@ -157,8 +163,8 @@ def verdict(
 
 def _ready_message(counts: Counts, size: Size) -> str:
     """Describe how many nodes are there."""
-    desired = counted(size.minimum, "node")
-    return f"{counts.ready} of at least {desired} {are(counts.ready)} ready"
+    least = counted(size.least, "node")
+    return f"{counts.ready} of at least {least} {are(counts.ready)} ready"
 
 
 @dataclass(frozen=True, slots=True)

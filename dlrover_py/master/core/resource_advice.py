@@ -101,7 +101,7 @@ class ResourceAdvice:
             return
         worker = self.live.spec.worker
         cpu = 0 if worker.has_own_cpus else worker.cpu  # these stay, so there is nothing to say
-        present = template = Present(worker.memory, cpu, worker.minimum, worker.cpu_limit)
+        present = template = Present(worker.memory, cpu, worker.least, worker.cpu_limit)
         if new.advised_for == usage.template:
             advised_cpu = new.advised_cpu if cpu else 0
             present = replace(template, memory=new.advised_memory, cpu=advised_cpu)

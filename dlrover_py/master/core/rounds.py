@@ -96,9 +96,8 @@ class Rounds:
             self.state.reason = f"{message} ({pending.reason})"
             present = ready + len(self.live.health.open)
             if not size.fit(present):
-                message = (
-                    f"{present} of at least {counted(size.minimum, 'node')} {are(present)} present"
-                )
+                least = counted(size.least, "node")
+                message = f"{present} of at least {least} {are(present)} present"
                 self._too_late(pending, message)
             return False
         if self._last_call(size, ready, pending):

@@ -35,7 +35,7 @@ class SpotHosts:
         if not self._applies:
             return 0
         there = sum(n.record.stable and n.readiness is not Readiness.OUT for n in self.live.nodes)
-        return max(0, self.live.spec.worker.minimum - there)
+        return max(0, self.live.size.least - there)
 
     def held_until(self) -> float:
         """Return the monotonic time until which only nodes of the minimum are requested.

@@ -644,7 +644,7 @@ def make_transient(
 def desired_nodes(spec: ElasticJob) -> str:
     """Describe the desired number of nodes."""
     worker = spec.worker
-    message = f"{counted(worker.replicas, 'node')} (at least {worker.minimum}"
+    message = f"{counted(worker.replicas, 'node')} (at least {worker.least}"
     if worker.node_unit > 1:
         message += f", in units of {worker.node_unit}"
     message += f", {worker.standby_replicas} on standby)" if worker.standby_replicas else ")"

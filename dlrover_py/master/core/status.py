@@ -87,7 +87,7 @@ class StatusReport:
             target_replicas=self.live.target,
             speed=self.live.speed,
             followed_allocation=allocation.since if allocation is not None else None,
-            minimum=worker.minimum,
+            minimum=self.live.size.least,
             maximum=worker.max_replicas,
             ready=ready,
             standby=standby,
