@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from dlrover_py.ps.embedding import default_client
+from dlrover_py.ps.client import default_client
 
 
 def save(step: int) -> None:

@@ -8,6 +8,7 @@ With steps of all workers (``sync`` and ``ssp``), each push ends a step of this 
 before, it is sent again as a push of the next step, under a new number.
 """
 
+import atexit
 import secrets
 import threading
 import time
@@ -343,6 +344,11 @@ class PsClient(AbstractContextManager["PsClient"]):
             done = "restored" if restore else "saved"
             raise CheckpointError(f"the tables were not {done}: {met.words}")
         return met
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._over
 
     def close(self) -> None:
         """Stop the thread. Requests that are not done fail."""
@@ -680,10 +686,22 @@ class PsClient(AbstractContextManager["PsClient"]):
         self._commands.clear()
 
 
+_default: list[PsClient] = []
+"""The connection of this process; empty until there is one."""
+
+
+def default_client() -> PsClient:
+    """Return the connection of this process, which is made when it is first needed."""
+    return _default[0] if _default and not _default[0].closed else connect()
+
+
 def connect(
     access: Path | None = None, name: str | None = None, *, timeout_s: float = 120.0
 ) -> PsClient:
     """Connect this worker to the parameter server of its job.
+
+    The first connection without a name of its own is that of this process: tables without a
+    ``client``, ``ps.save`` and ``ps.restore`` use it. A second one would end its rights.
 
     Args:
         access: The file that ``dlrover ps serve`` has written. None: that of ``DLROVER_PS``.
@@ -699,4 +717,8 @@ def connect(
         raise ConfigError(
             "DLROVER_PS is not set: start the script with `dlrover ps serve -- COMMAND`"
         )
-    return PsClient(read_access(where), name or f"worker-{settings.rank}", timeout_s=timeout_s)
+    made = PsClient(read_access(where), name or f"worker-{settings.rank}", timeout_s=timeout_s)
+    if name is None and all(one.closed for one in _default):
+        _default[:] = [made]
+        atexit.register(made.close)  # others do not wait for this worker then
+    return made

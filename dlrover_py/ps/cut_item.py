@@ -8,7 +8,7 @@ those of one step, whatever died.
 from collections.abc import Collection, Mapping
 
 from dlrover_py.protocol.errors import CheckpointError
-from dlrover_py.ps.client import PsClient
+from dlrover_py.ps.client import PsClient, default_client
 
 CUT = "cut"
 """Key of the cut's name."""
@@ -102,8 +102,4 @@ def tables(client: PsClient | None = None) -> Tables:
     Raises:
         ConfigError: No job has started this process, so there are no servers.
     """
-    if client is None:
-        from dlrover_py.ps.embedding import default_client
-
-        client = default_client()
-    return Tables(client)
+    return Tables(client or default_client())

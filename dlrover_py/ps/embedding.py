@@ -4,7 +4,6 @@ A forward pass pulls each row of the batch once. The gradient of these rows goes
 :meth:`Optimizer.step`; the servers' optimizers change the rows.
 """
 
-import atexit
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -17,19 +16,9 @@ from torch.nn import functional
 
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.ps import specs
-from dlrover_py.ps.client import PsClient, connect
+from dlrover_py.ps.client import PsClient, default_client
 from dlrover_py.ps.hashing import Floats, Ids
 from dlrover_py.ps.specs import Consistency, Formats, InitSpec, Keep, OptimizerSpec, TableSpec
-
-_default: list[PsClient] = []
-
-
-def default_client() -> PsClient:
-    """Return the client of this process, which connects when it is first used."""
-    if not _default:
-        _default.append(connect())
-        atexit.register(_default[0].close)  # others do not wait for this worker then
-    return _default[0]
 
 
 class TableOptions(TypedDict, total=False):

@@ -5,8 +5,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dlrover_py.protocol.errors import ConfigError
-from dlrover_py.ps.client import PsClient
-from dlrover_py.ps.embedding import Embedding, EmbeddingBag, TableOptions, default_client
+from dlrover_py.ps.client import PsClient, default_client
+from dlrover_py.ps.embedding import Embedding, EmbeddingBag, TableOptions
 from dlrover_py.ps.specs import Formats, InitSpec, Keep, OptimizerSpec
 
 

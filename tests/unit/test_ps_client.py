@@ -12,13 +12,16 @@ import zmq
 from dlrover_py.protocol.errors import ConfigError, DLRoverError, SupersededError
 from dlrover_py.ps import messages as m
 from dlrover_py.ps import specs
-from dlrover_py.ps.client import DataLossError, PsClient
+from dlrover_py.ps.calls import save
+from dlrover_py.ps.client import DataLossError, PsClient, default_client
+from dlrover_py.ps.client import connect as connect_worker
 from dlrover_py.ps.coordinator import Coordinator
 from dlrover_py.ps.door import guard, guarded
 from dlrover_py.ps.hashing import bucket_of, salt_of
 from dlrover_py.ps.map_store import MapFile
 from dlrover_py.ps.planner import PlanRules
 from dlrover_py.ps.request_rows import TableRows
+from dlrover_py.ps.settings import write_access
 from dlrover_py.ps.specs import TableSpec
 from dlrover_py.ps.wire import decode, send
 from tests.ps_threads import TOKEN, client, coordinating, servers, turn
@@ -205,3 +208,22 @@ def test_nothing_is_applied_of_a_gradient_that_is_no_number(tmp_path: Path, wron
             assert not worker.pull({name: ids}).result(WAIT_S)[name].any()
         worker.push({"table": (ids, grads)}).result(WAIT_S)
         assert (worker.pull({"table": ids}).result(WAIT_S)["table"] == 1).all()
+
+
+def test_the_first_connection_of_a_process_is_that_of_its_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save connected again under the same name, and that ended the rights of the first one."""
+    ids, grads = np.arange(5), np.ones((5, 4), np.float32)
+    with servers(tmp_path, 1, cuts=str(tmp_path / "cuts")) as access:
+        write_access(tmp_path / "access.json", access)
+        monkeypatch.setenv("DLROVER_PS", str(tmp_path / "access.json"))
+        with connect_worker(name="other"), connect_worker(timeout_s=WAIT_S) as worker:
+            assert default_client() is worker
+            worker.create(TableSpec("table", 4))
+            worker.push({"table": (ids, grads)}).result(WAIT_S)
+            save(1)
+            worker.push({"table": (ids, grads)}).result(WAIT_S)
+        with default_client() as second:
+            assert second is not worker, "the first one is closed"
+            assert default_client() is second
