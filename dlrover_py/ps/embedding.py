@@ -244,21 +244,25 @@ class Optimizer:
                 client.use(consistency)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Push the gradients and wait until the servers have them; then step ``dense``.
+        """Push the gradients, step ``dense``, and wait until the servers have the gradients.
 
         Args:
-            closure: Passed on to ``dense``, which must not be None then.
+            closure: Passed on to ``dense``, which must not be None then. It computes the gradients
+                that are pushed, so the push follows the step of ``dense``. If ``dense`` calls it
+                several times, it must begin with :meth:`zero_grad`; the last gradients count.
 
         Raises:
             ConfigError: There is a closure without ``dense``.
         """
         if closure is not None and self.dense is None:
             raise ConfigError("a closure needs an optimizer of the dense parameters")
+        result = self.dense.step(closure) if self.dense is not None and closure else None
         waiting = [
             client.push({name: _joined(parts, self.scale) for name, parts in tables.items()})
             for client, tables in self._gradients()
         ]
-        result = self.dense.step(closure) if self.dense is not None else None
+        if self.dense is not None and closure is None:
+            self.dense.step()
         for future in waiting:
             future.result()
         return result

@@ -127,6 +127,26 @@ def test_gradients_of_several_passes_are_summed(worker: PsClient) -> None:
     assert (before - table(ids)).flatten().tolist() == pytest.approx([2.0, 0.5])
 
 
+def test_the_gradients_of_a_closure_are_pushed_by_its_step(worker: PsClient) -> None:
+    """They were pushed by the next step, and the last ones never."""
+    table = Embedding("closure", 1, optimizer=sgd(1.0), init=uniform(0, 0), client=worker)
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = Optimizer(table, torch.optim.SGD([weight], 0.0))
+    for step in range(3):
+        ids = torch.tensor([step])
+
+        def closure(ids: torch.Tensor = ids) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = (weight * (table(ids) + 2)).sum()
+            loss.backward()
+            return loss
+
+        assert optimizer.step(closure).item() == 2
+        assert table(ids).item() == -1
+    table.eval()
+    assert table(torch.arange(4)).flatten().tolist() == [-1, -1, -1, 0]
+
+
 def test_prefetched_rows_are_not_used_when_they_are_too_old(tmp_path: Path) -> None:
     """They were used as long as 50 steps later, and after a return to a cut."""
     ids = torch.arange(3)
