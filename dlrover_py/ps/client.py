@@ -345,11 +345,6 @@ class PsClient(AbstractContextManager["PsClient"]):
             raise CheckpointError(f"the tables were not {done}: {met.words}")
         return met
 
-    @property
-    def closed(self) -> bool:
-        """Whether :meth:`close` was called."""
-        return self._over
-
     def close(self) -> None:
         """Stop the thread. Requests that are not done fail."""
         self._over = True
@@ -692,7 +687,7 @@ _default: list[PsClient] = []
 
 def default_client() -> PsClient:
     """Return the connection of this process, which is made when it is first needed."""
-    return _default[0] if _default and not _default[0].closed else connect()
+    return _default[0] if _default and not _default[0]._over else connect()
 
 
 def connect(
@@ -718,7 +713,7 @@ def connect(
             "DLROVER_PS is not set: start the script with `dlrover ps serve -- COMMAND`"
         )
     made = PsClient(read_access(where), name or f"worker-{settings.rank}", timeout_s=timeout_s)
-    if name is None and all(one.closed for one in _default):
+    if name is None and all(one._over for one in _default):
         _default[:] = [made]
         atexit.register(made.close)  # others do not wait for this worker then
     return made
