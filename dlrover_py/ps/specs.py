@@ -11,6 +11,9 @@ NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
 """The form of a table's name."""
 MAX_DIM = 8192
 """The largest number of values in a row."""
+LEAST_EPS = 2.0**-126
+"""The least constant that keeps a denominator above 0: the least number that float32 has in full.
+"""
 MAX_STALENESS = 1 << 20
 MAX_TTL_S = 1e9
 """The longest time, in seconds, after which a row that nobody pushes may be dropped."""
@@ -167,6 +170,19 @@ def check_table(spec: TableSpec) -> None:
         raise ConfigError(f"table {spec.name}: the optimizer's constants must not be negative")
     if optimizer.kind is OptimizerKind.FTRL and optimizer.lr == 0:
         raise ConfigError(f"table {spec.name}: FTRL needs a learning rate above 0")
+    divides = (OptimizerKind.ADAGRAD, OptimizerKind.ROW_ADAGRAD, OptimizerKind.ADAM)
+    if optimizer.kind in divides and optimizer.eps < LEAST_EPS:
+        raise ConfigError(
+            f"table {spec.name}: a gradient of 0 would be divided by 0: expected an eps above 0, "
+            f"found {optimizer.eps}"
+        )
+    if optimizer.kind is OptimizerKind.FTRL and (
+        optimizer.beta / optimizer.lr + optimizer.l2 < LEAST_EPS
+    ):
+        raise ConfigError(
+            f"table {spec.name}: FTRL would divide a gradient of 0 by 0: expected beta or l2 above "
+            f"0, found beta={optimizer.beta} and l2={optimizer.l2}"
+        )
     if not (0 <= optimizer.beta1 < 1 and 0 <= optimizer.beta2 < 1):
         raise ConfigError(f"table {spec.name}: beta1 and beta2 must be at least 0 and below 1")
     if not 1 <= spec.keep.min_count <= MAX_COUNTED or not 0 <= spec.keep.max_rows < 1 << 48:
@@ -281,7 +297,7 @@ def adagrad(lr: float, *, eps: float = 1e-10, start: float = 0.0) -> OptimizerSp
 
     Args:
         lr: Learning rate.
-        eps: Added to the root of the sum.
+        eps: Added to the root of the sum; above 0.
         start: First value of the sums.
     """
     return OptimizerSpec(OptimizerKind.ADAGRAD, lr, eps=eps, start=start)
@@ -292,7 +308,7 @@ def row_adagrad(lr: float, *, eps: float = 1e-10, start: float = 0.0) -> Optimiz
 
     Args:
         lr: Learning rate.
-        eps: Added to the root of the sum.
+        eps: Added to the root of the sum; above 0.
         start: First value of the sums.
     """
     return OptimizerSpec(OptimizerKind.ROW_ADAGRAD, lr, eps=eps, start=start)
@@ -306,7 +322,7 @@ def adam(
     Args:
         lr: Learning rate.
         betas: Decay of the means of gradients and of their squares.
-        eps: Added to the root of the second mean.
+        eps: Added to the root of the second mean; above 0.
     """
     return OptimizerSpec(OptimizerKind.ADAM, lr, beta1=betas[0], beta2=betas[1], eps=eps)
 
@@ -318,7 +334,7 @@ def ftrl(lr: float, *, l1: float = 0.0, l2: float = 0.0, beta: float = 1.0) -> O
         lr: Learning rate (alpha), above 0.
         l1: L1 penalty.
         l2: L2 penalty.
-        beta: Constant of the learning rate of each value.
+        beta: Constant of the learning rate of each value. It or ``l2`` is above 0.
     """
     return OptimizerSpec(OptimizerKind.FTRL, lr, l1=l1, l2=l2, beta=beta)
 

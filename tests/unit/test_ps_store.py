@@ -265,3 +265,29 @@ def test_a_wrong_push_is_refused_with_words(payload: Any, words: str) -> None:
 def test_a_wrong_table_is_refused(spec: TableSpec) -> None:
     with pytest.raises(ConfigError, match=r"expected|must|needs"):
         check_table(spec)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        specs.adagrad(0.1, eps=0.0),
+        specs.row_adagrad(0.1, eps=0.0),
+        specs.adam(0.1, eps=1e-50),
+        specs.ftrl(0.1, beta=0.0),
+    ],
+)
+def test_constants_that_divide_a_gradient_of_0_by_0_are_refused(
+    optimizer: specs.OptimizerSpec,
+) -> None:
+    """The rows became NaN."""
+    with pytest.raises(ConfigError, match="above 0, found"):
+        check_table(TableSpec("t", 2, optimizer))
+
+
+def test_ftrl_divides_by_its_penalty_alone() -> None:
+    spec = TableSpec("t", 2, specs.ftrl(0.1, beta=0.0, l2=0.5), specs.uniform(0.0, 1.0))
+    check_table(spec)
+    table = Table(spec)
+    before = table.read(np.array([1])).copy()
+    table.apply(np.array([1]), np.zeros((1, 2), np.float32))
+    assert table.read(np.array([1])) == pytest.approx(before)
