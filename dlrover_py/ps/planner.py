@@ -79,6 +79,10 @@ class Planner:
         The map may have others: of a cut, or of workers that have ended."""
         self._until: dict[str, float] = {}
         """When each server counts as lost, unless it is heard before."""
+        self._ended: set[str] = set()
+        """Servers whose processes have ended. Their ids are not used again."""
+        self._waits = False
+        """Whether all servers were silent at once, and none was heard since."""
         self.wait_for_all(now)
 
     def wait_for_all(self, now: float) -> None:
@@ -113,6 +117,9 @@ class Planner:
             address: Where it is reached.
             now: The time in seconds.
         """
+        if server in self._ended:
+            return  # the message was on its way when the process ended
+        self._hears(now)
         self._until[server] = now + self.rules.silence_s
         if self.map.servers.get(server) != address:
             self._set(servers=self.map.servers | {server: address})
@@ -126,7 +133,14 @@ class Planner:
             now: The time in seconds.
         """
         if server in self.map.servers:
+            self._hears(now)
             self._until[server] = max(self._until[server], now + self.rules.silence_s)
+
+    def _hears(self, now: float) -> None:
+        """End the wait for all servers, because one is heard: the others have the usual time."""
+        if self._waits:
+            self._waits, until = False, now + self.rules.silence_s
+            self._until = {name: min(old, until) for name, old in self._until.items()}
 
     def expect(self, servers: int, *, least: int | None = None, standbys: int = 0) -> None:
         """Take other numbers of servers.
@@ -141,6 +155,7 @@ class Planner:
 
     def lost(self, server: str) -> None:
         """Note that the process of a server has ended, with all its rows."""
+        self._ended.add(server)
         if server in self.map.servers:
             self._remove([server])
         if any(_loses(one, server) for one in self.map.placements):
@@ -149,10 +164,15 @@ class Planner:
     def tick(self, now: float) -> None:
         """Take note of the time: a server that was silent for too long counts as lost.
 
-        A bucket whose only copy it has stays with it, because it may come back.
+        A bucket whose only copy it has stays with it, because it may come back. If all servers are
+        silent at once, this program may be cut off. They have ``return_s`` then, because they would
+        give up their second copies, and serve workers meanwhile.
         """
         silent = [server for server in self.map.servers if now > self._until[server]]
-        if silent:
+        if len(silent) == len(self.map.servers) > 1 and not self._waits:
+            self._waits = True
+            self.wait_for_all(now)
+        elif silent:
             self._remove(silent)
 
     def drain(self, server: str) -> None:

@@ -430,3 +430,31 @@ def test_what_a_server_refuses_is_no_load() -> None:
         thread.join()
         server.close()
         context.destroy(linger=0)
+
+
+def test_second_copies_stay_if_all_servers_are_silent_at_once() -> None:
+    """The program that plans may be cut off: the servers hear each other, and serve workers."""
+    plan = planner(servers=3, buckets=6)
+    before = [(one.primary, one.backups) for one in plan.map.placements]
+    plan.tick(plan.rules.silence_s + 0.1)
+    assert [(one.primary, one.backups) for one in plan.map.placements] == before
+    plan.heard("ps0", "at-0", 4.0)
+    plan.heard("ps1", "at-1", 4.0)
+    plan.tick(4.0 + plan.rules.silence_s)
+    assert set(plan.map.servers) == {"ps0", "ps1", "ps2"}
+    plan.heard("ps0", "at-0", 7.1)
+    plan.heard("ps1", "at-1", 7.1)
+    plan.tick(7.2)
+    assert set(plan.map.servers) == {"ps0", "ps1"}, "it has only the usual time after others came"
+    plan.tick(20.0)
+    plan.tick(20.1 + plan.rules.return_s)
+    assert not plan.map.servers, "none has come back"
+
+
+def test_a_late_message_of_a_server_that_has_ended_does_not_bring_it_back() -> None:
+    plan = planner(servers=2, buckets=4)
+    plan.lost("ps0")
+    plan.heard("ps0", "at-0", 0.1)
+    assert set(plan.map.servers) == {"ps1"}
+    plan.heard("ps2", "at-2", 0.2)
+    assert all(one.learner == "ps2" for one in plan.map.placements)
