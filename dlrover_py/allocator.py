@@ -146,7 +146,9 @@ class Demand:
         known = max(nodes, self.least_measured / TRUSTED)
         a, b, c = self.curve
         time = a + b * (known - 1) + c * known * (known - 1)
-        return nodes / max(time, FLATTEST * (a + b + c))
+        speed = nodes / max(time, FLATTEST * (a + b + c))
+        # Nothing was measured there, so no smaller size is taken for a faster one.
+        return min(speed, self.speed(self.least_measured)) if nodes < self.least_measured else speed
 
     @property
     def waits_since(self) -> float:

@@ -94,7 +94,8 @@ class Sharing:
             now: Unix time.
         """
         self.again_s = math.inf
-        if self._views.listed < self._watches:
+        # A right may be lost later: what was seen before is older with each decision.
+        if self._views.listed < self._watches or self._views.refusals:
             why = next(iter(self._views.refusals.values()), "they were not listed yet")
             why = f"the hosts and Pods of the cluster cannot be observed: {why}"
             return self._in_portions(hold(jobs, now, why), now)

@@ -531,3 +531,9 @@ def test_racks_stay_whole_and_the_smallest_part_is_given_up() -> None:
     wide = job("a", 2, 6, granted=6, placed={"rack-0": 4, "rack-1": 2})
     tall = job("b", 8, 8, priority=1)
     assert allocate([wide, tall], racks, NOW)["a"].pools == {"rack-0": 4}
+
+
+def test_no_smaller_size_is_faster_than_the_least_that_was_measured() -> None:
+    """A curve without a constant part would be infinitely fast with one node."""
+    one = replace(job("a", 1, 4, curve=(0.0, 1.0, 0.0), measured=4), least_measured=2)
+    assert one.speed(1) <= one.speed(2)

@@ -12,7 +12,7 @@ from enum import Enum
 from itertools import pairwise
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, NewType, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NewType, Union, get_args, get_origin, get_type_hints
 from urllib.parse import urlencode
 
 import pytest
@@ -291,6 +291,8 @@ def filled(kind: Any, words: str) -> Any:
         return kind.model_construct(**values)
     if issubclass(kind, str):
         return words
+    if issubclass(kind, tuple):  # a NamedTuple
+        return kind(*(filled(one, words) for one in get_type_hints(kind).values()))
     assert kind in (bool, int, float), kind
     return kind(1)
 

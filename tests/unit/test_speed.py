@@ -92,3 +92,9 @@ def test_one_size_predicts_less_than_linear_growth() -> None:
 def test_two_sizes_of_which_the_larger_is_slower_predict_no_growth() -> None:
     model = SpeedModel.fit({4: 100.0, 8: 90.0})
     assert model.at(16) < 90
+
+
+def test_no_smaller_size_is_faster_than_the_least_that_was_measured() -> None:
+    """A curve without a constant part would be infinitely fast with one node."""
+    model = SpeedModel({2: 1.0, 4: 0.5}, (0.0, 1.0, 0.0))
+    assert model.at(1) <= model.at(2)

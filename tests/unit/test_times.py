@@ -1,10 +1,11 @@
 """A time is Unix seconds in a program and RFC 3339 in JSON, and comes back as it was."""
 
+import math
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
@@ -95,8 +96,15 @@ def test_known_times() -> None:
     ).at == 1795654923.0  # fmt: skip
 
 
+def has_a_speed(document: dict[str, Any]) -> bool:
+    """Return whether the curve of a status has a speed, which its schema does not say."""
+    curve = (document.get("speed") or {}).get("curve")
+    return curve is None or 0 < sum(curve) < math.inf
+
+
 @given(document=documents(JobStatus))
 def test_a_status_comes_back_as_it_was(document: dict[str, Any]) -> None:
+    assume(has_a_speed(document))
     status = JobStatus.model_validate(document)
     for by_alias in (True, False):
         assert JobStatus.model_validate_json(status.model_dump_json(by_alias=by_alias)) == status

@@ -157,7 +157,10 @@ class SpeedModel:
         speed = self.measured[nearest]
         if self.curve is None:
             return speed * float((nodes / nearest) ** ONE_SIZE)
-        return speed * self._curve_at(nodes) / self._curve_at(nearest)
+        found = speed * self._curve_at(nodes) / self._curve_at(nearest)
+        least = min(self.measured)
+        # Nothing was measured there, so no smaller size is taken for a faster one.
+        return min(found, self.at(least)) if nodes < least else found
 
     def _curve_at(self, nodes: int) -> float:
         """Return the speed on the fitted curve."""
