@@ -369,14 +369,23 @@ def _has_nodes(demand: Demand) -> bool:
 
 
 def _in_order(demands: Iterable[Demand]) -> list[Demand]:
-    """Return jobs in the order in which they get their minima."""
+    """Return jobs in the order in which they get their minima.
+
+    A job whose minimum was raised beyond what it has comes after those of its priority that run:
+    it must not take the minimum of another one.
+    """
+
+    def turn(demand: Demand) -> tuple[bool, float, str]:
+        raised = demand.least > max(demand.size, demand.granted or 0)
+        return _has_nodes(demand) and raised, demand.queued_at, demand.name
+
     by_priority: dict[int, list[Demand]] = defaultdict(list)
     for demand in demands:
         by_priority[demand.priority].append(demand)
     used: dict[str, int] = defaultdict(int)
     found: list[Demand] = []
     for priority in sorted(by_priority, reverse=True):
-        alike = sorted(by_priority[priority], key=lambda d: (d.queued_at, d.name))
+        alike = sorted(by_priority[priority], key=turn)
         queues: dict[str, deque[Demand]] = defaultdict(deque)
         for demand in alike:
             if _has_nodes(demand):

@@ -337,6 +337,20 @@ def test_no_job_waits_for_ever_for_a_standby(
     assert not [one.reason for one in found.values() if "waits until" in one.reason]
 
 
+def test_a_raised_minimum_suspends_no_other_job_of_the_same_priority() -> None:
+    old = job("old", 6, 8, granted=4, queued_at=NOW - 100)
+    young = job("young", 4, 8, granted=4, queued_at=NOW - 10)
+    eight = [Pool(name="p", nodes=8)]
+    assert nodes(allocate([old, young], eight, NOW)) == {"old": 0, "young": 4}
+    more = replace(young, granted=6, size=6)
+    found = allocate([old, more], [Pool(name="p", nodes=10)], NOW)
+    assert {n: one.goal for n, one in found.items()} == {"old": 6, "young": 4}, (
+        "it takes what is above the minimum"
+    )
+    higher = replace(old, priority=1)
+    assert allocate([higher, young], eight, NOW)["young"].nodes == 0
+
+
 def test_free_hosts_are_taken_at_once_while_a_pod_hangs() -> None:
     a = job("a", 1, 3, granted=3, size=4, granted_at=NOW - 1000)
     b = job("b", 1, 3, granted=0, granted_at=NOW - 500)
