@@ -1,7 +1,8 @@
 """The PodGroup that a job's template names: what it must be (pure functions).
 
 Volcano, the coscheduling plug-in and the scheduler of Kubernetes itself place the Pods of a group
-together, at least as many of them as the group says. For an elastic job that is its minimum.
+together, at least as many of them as the group says. For an elastic job that is the least number of
+nodes with which it trains: its minimum, or the next larger of its ``sizes``.
 """
 
 from collections.abc import Iterable
@@ -83,9 +84,7 @@ def change(job: ElasticJob, gang: Gang) -> Obj | None:
     group = gang.group
     if gang.missing or (group is not None and group.leaving):
         return None
-    if group is not None and (
-        group.owner != job.metadata.uid or group.minimum == job.worker.minimum
-    ):
+    if group is not None and (group.owner != job.metadata.uid or group.minimum == job.worker.least):
         return None
     meta = {
         "name": gang.name,
@@ -98,7 +97,7 @@ def change(job: ElasticJob, gang: Gang) -> Obj | None:
 
 def _spec(job: ElasticJob, gang: Gang) -> Obj:
     """Return the spec of the object with the group."""
-    policy: Obj = {"gang": {"minCount": job.worker.minimum}}
+    policy: Obj = {"gang": {"minCount": job.worker.least}}
     controller = {"apiGroup": names.GROUP, "kind": names.KIND, "name": job.metadata.name}
     if gang.part:
         groups = [{"name": gang.part, "policy": policy}]
@@ -107,7 +106,7 @@ def _spec(job: ElasticJob, gang: Gang) -> Obj:
         priority = gang.priority_class or job.worker.priority_class
         spec: Obj = {"schedulingPolicy": policy}
         return spec | ({"priorityClassName": priority} if priority else {})
-    spec = {"minMember": job.worker.minimum}
+    spec = {"minMember": job.worker.least}
     return spec | ({"queue": gang.queue} if gang.queue else {})
 
 
@@ -126,7 +125,7 @@ def verdict(job: ElasticJob, gang: Gang) -> tuple[bool, ConditionReason, str]:
         job: the job.
         gang: its group.
     """
-    minimum, what = job.worker.minimum, f"the PodGroup {gang.name}"
+    minimum, what = job.worker.least, f"the PodGroup {gang.name}"
     if gang.part:
         what = f"the group {gang.part} of the Workload {gang.name}"
     if gang.missing:

@@ -104,6 +104,23 @@ def test_the_version_is_the_one_that_the_server_prefers(
     assert bool(missing) == (found is None)
 
 
+def test_the_number_of_a_group_is_the_least_size_with_which_a_round_is_formed() -> None:
+    document = job(annotations={"scheduling.k8s.io/group-name": "g"})
+    sizes = {"mode": "auto", "sizes": [4, 8]}
+    document["spec"]["replicaSpecs"]["worker"] |= {"maxReplicas": 8, "autoscale": sizes}
+    read = ElasticJob.read(document)
+    for gang, spec in (
+        (VOLCANO, {"minMember": 4, "queue": "team"}),
+        (replace(OWN, priority_class=""), {"schedulingPolicy": {"gang": {"minCount": 4}}}),
+    ):
+        made = change(read, gang)
+        assert made is not None
+        assert made["spec"] == spec
+        group = PodGroup(read.metadata.uid, 4)
+        assert verdict(read, replace(gang, group=group))[0]
+        assert not verdict(read, replace(gang, group=replace(group, minimum=2)))[0]
+
+
 def test_kubernetes_own_groups_are_written_in_their_form() -> None:
     read = ElasticJob.read(job())
     made = change(read, OWN)
