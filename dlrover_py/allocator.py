@@ -432,7 +432,9 @@ def _admitted(
         choosy = demand.spot_policy == "onDemandMin"
         on_stable = choosy and not has_nodes  # a lost stable host stops no job that has others
         room = min(left, stable_left) if on_stable else left
-        if first is not None and not has_nodes:
+        # A job that waits for stable hosts needs none of the others.
+        apart = left - stable_left if first is not None and first.spot_policy != "any" else 0
+        if first is not None and not has_nodes and (choosy or needs > apart):
             waiting[demand.name] = f"held back: {first.name} waits before it"
             continue
         if needs > room:

@@ -351,6 +351,19 @@ def test_a_raised_minimum_suspends_no_other_job_of_the_same_priority() -> None:
     assert allocate([higher, young], eight, NOW)["young"].nodes == 0
 
 
+def test_a_job_that_waits_for_stable_hosts_keeps_no_job_from_spot_hosts() -> None:
+    pools = [Pool(name="s", nodes=4), Pool(name="spot", nodes=6, spot=True)]
+    runs = job("runs", 2, 2, granted=2, placed={"s": 2}, spot_policy="onDemandMin")
+    long = NOW - PATIENCE_S - 1
+    first = job("first", 4, 4, queued_at=long, spot_policy="onDemandMin")
+    choosy = job("choosy", 2, 2, queued_at=NOW, spot_policy="onDemandMin")
+    cheap = job("cheap", 5, 5, queued_at=NOW)
+    large = job("large", 2, 2, queued_at=NOW + 1)
+    found = allocate([runs, first, choosy, cheap, large], pools, NOW)
+    assert nodes(found) == {"runs": 2, "first": 0, "choosy": 0, "cheap": 5, "large": 0}
+    assert found["large"].reason == "held back: first waits before it", "one spot host is left"
+
+
 def test_free_hosts_are_taken_at_once_while_a_pod_hangs() -> None:
     a = job("a", 1, 3, granted=3, size=4, granted_at=NOW - 1000)
     b = job("b", 1, 3, granted=0, granted_at=NOW - 500)
